@@ -1,0 +1,1 @@
+"""The grader: runs hidden tests on a workspace without trusting it."""

@@ -1,0 +1,1 @@
+"""The shim: one small process per execution that outlives the driver."""

@@ -1,0 +1,1 @@
+"""Advantages of a group, weights of tokens, losses."""

@@ -1,0 +1,1 @@
+"""One cell: its process, its mode, hand-over of live calls, joining a batch."""

@@ -1,0 +1,1 @@
+"""One execution at run time: workspace, sandbox, shim and harness, evaluation."""

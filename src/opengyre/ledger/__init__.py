@@ -1,0 +1,1 @@
+"""The durable record of calls, executions, outcomes and scheduler events."""

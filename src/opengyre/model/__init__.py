@@ -1,0 +1,1 @@
+"""The embedded policy: tokenizer, chat format, decoder, weight files, warm start."""

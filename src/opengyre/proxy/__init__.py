@@ -1,0 +1,1 @@
+"""The HTTP face of the policy: dialects, sessions, restoring, rendering, streaming."""

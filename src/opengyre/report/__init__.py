@@ -1,0 +1,1 @@
+"""From a ledger to tables, timelines, trees and pages."""

@@ -1,0 +1,1 @@
+"""Builds the objects of a command from a configuration and drives them."""

@@ -1,0 +1,1 @@
+"""Task formats, the control gate, and the generated task family minirepo."""

@@ -1,0 +1,1 @@
+"""Deterministic doubles of the parts of a run, for tests and users."""

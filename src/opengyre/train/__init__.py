@@ -1,0 +1,1 @@
+"""Micro-steps, packing, forward-backward, optimizer, publication, checkpoints."""
