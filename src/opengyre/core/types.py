@@ -189,7 +189,7 @@ class Kind(StrEnum):
 class Execution(msgspec.Struct, frozen=True, kw_only=True):
     """One run of a harness on a task.
 
-    >>> Execution(execution_id="g3s1a0", task_id="minirepo-train-17", group_id=3, slot=1, attempt=0, version=2).kind.value
+    >>> Execution(execution_id="g3s1a0", task_id="t17", group_id=3, slot=1, attempt=0, version=2).kind.value
     'train'
     """
 
