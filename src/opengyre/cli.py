@@ -1,33 +1,70 @@
 """The ``opengyre`` command: parses, calls ``run``, prints one line for what went wrong."""
 
 import argparse
+import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import NoReturn
 
 from opengyre import __version__
 from opengyre.core.errors import GyreError, InputError
 
-COMMANDS: dict[str, ModuleType] = {}
-"""Name to the module of ``run`` that has ``add_arguments(parser)`` and ``main(arguments) -> int``."""
+COMMANDS: dict[str, tuple[str, str]] = {}
+"""Name to (module, summary); the module has ``add_arguments(parser)`` and ``main(arguments) -> int``.
+
+Choice: modules are named, not imported, so that ``opengyre doctor`` does not load torch to say that torch is absent.
+"""
+
+PIPE_CLOSED = 128 + signal.SIGPIPE
+INTERRUPTED = 130
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command line."""
-    parser = argparse.ArgumentParser(prog="opengyre", description="Elastic online RL of long-running agents.")
+class OneLineParser(argparse.ArgumentParser):
+    """A parser whose usage errors are one line and exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the error and where help is, without the usage text."""
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def build_parser(only: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of the command line.
+
+    Args:
+        only: Load the arguments of this command alone; of the others the parser knows the name and the summary.
+    """
+    parser = OneLineParser(prog="opengyre", description="Elastic online RL of long-running agents.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, module in COMMANDS.items():
-        summary = (module.__doc__ or "").strip().splitlines()[0]
-        module.add_arguments(commands.add_parser(name, help=summary, description=summary))
+    for name, (module_name, summary) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary)
+        if name == only:
+            load(module_name).add_arguments(command)
     return parser
 
 
+def load(module_name: str) -> ModuleType:
+    """Return the module of a command."""
+    return importlib.import_module(module_name)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 1 failed, 2 wrong input, 130 interrupted."""
-    parsed = build_parser().parse_args(arguments)
+    """Run one command and return its exit code: 0 done, 1 failed, 2 wrong input, 130 interrupted.
+
+    A reader that closed our standard output (``| head``) ends the command with 141, as the shell expects.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return int(COMMANDS[parsed.command].main(parsed))
+        named = next((word for word in given if not word.startswith("-")), None)
+        parsed = build_parser(only=named).parse_args(given)
+        code = int(load(COMMANDS[parsed.command][0]).main(parsed))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
     except InputError as error:
         sys.stderr.write(f"opengyre: {error}\n")
         return 2
@@ -35,7 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"opengyre: {type(error).__name__}: {error}\n")
         return 1
     except KeyboardInterrupt:
-        return 130
+        sys.stderr.write("opengyre: interrupted\n")
+        return INTERRUPTED
+    return code
 
 
 if __name__ == "__main__":
