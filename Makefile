@@ -1,0 +1,42 @@
+# Two commands need nothing but make and a Python 3.11-3.13:  make demo  and  make test.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-dev demo test check check-deep harnesses docs clean
+
+BIN := .venv/bin
+UNIT := -m "not slow and not gpu and not harness"
+export OMP_NUM_THREADS := 1
+
+help:  ## Say what the targets do.
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup:
+	@scripts/setup demo
+
+setup-dev:
+	@scripts/setup dev
+
+demo: setup  ## Set up, then train the embedded policy on minirepo (about 10 minutes on two cores).
+	$(BIN)/opengyre train recipes/minirepo.toml $(ARGS)
+
+test: setup-dev  ## Set up, then run the unit tests.
+	$(BIN)/pytest $(UNIT) $(ARGS)
+
+check: setup-dev  ## Formatting, lint, types, import contract, gates.
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/pytest tests/gates
+
+check-deep: setup-dev  ## The tests that take minutes, and properties with many examples.
+	HYPOTHESIS_PROFILE=deep $(BIN)/pytest -m "not harness" $(ARGS)
+
+harnesses: setup-dev  ## Install and run real harnesses against the proxy.
+	$(BIN)/pytest -m harness $(ARGS)
+
+docs: setup-dev  ## Write the generated pages again.
+	$(BIN)/python scripts/config_page.py > docs/config.md
+
+clean:  ## Remove the environment and the caches; runs stay.
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
