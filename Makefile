@@ -36,7 +36,7 @@ harnesses: setup-dev  ## Install and run real harnesses against the proxy.
 	$(BIN)/pytest -m harness $(ARGS)
 
 docs: setup-dev  ## Write the generated pages again.
-	$(BIN)/python scripts/config_page.py > docs/config.md
+	$(BIN)/python -m opengyre.run.config_page > docs/config.md
 
 clean:  ## Remove the environment and the caches; runs stay.
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
