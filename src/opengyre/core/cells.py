@@ -89,7 +89,7 @@ class CellClient(Protocol):
         """Number of the cell; 0 is the core cell."""
         ...
 
-    async def start(self, weights: WeightsRef, *, optimizer_path: str = "") -> None:
+    async def start(self, weights: WeightsRef, *, pinned: Sequence[WeightsRef] = (), optimizer_path: str = "") -> None:
         """Start the process with these weights in rollout mode; the core also loads its optimizer."""
         ...
 

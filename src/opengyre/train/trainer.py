@@ -1,7 +1,7 @@
 """The trainer of one cell: micro-steps add to a gradient sum, the core closes steps.
 
-A gradient sum belongs to one step. The sum is not divided by S, so sums of several cells add up to the sum that one cell
-would have had.
+A gradient sum belongs to one step. The sum is not divided by S, so the sums of several cells add up to the sum that one
+cell would have had.
 """
 
 import time
@@ -74,7 +74,7 @@ def _padded(rows: Sequence[Row], dtype: torch.dtype) -> _Batch:
         tokens[index, : len(row.tokens)] = row.tokens
         is_target[index, : len(row.tokens)] = row.trainable
 
-    def flat(values: list[np.ndarray]) -> Tensor:  # type: ignore[type-arg]
+    def flat(values: list[np.ndarray]) -> Tensor:
         return torch.from_numpy(np.concatenate(values))
 
     counts = [row.trained_tokens for row in rows]
@@ -134,7 +134,7 @@ class Trainer:
         self._optimizer_settings = optimizer
         self._parameters = {name: tensor.clone().requires_grad_() for name, tensor in parameters.items()}
         self._dtype = self._parameters["embed"].dtype
-        self._past: dict[int, Parameters] = {version: _detached(self._parameters)}
+        self._past: dict[int, Parameters] = {version: {name: tensor.clone() for name, tensor in parameters.items()}}
         self._done: dict[str, MicroStepResult] = {}
         self._step = -1
         self._optimizer: torch.optim.AdamW | None = None
@@ -159,11 +159,17 @@ class Trainer:
                 tensor.copy_(parameters[name])
         self._remember(version, keep_versions)
 
+    def note_version(self, version: int, parameters: Parameters, *, keep_versions: int) -> None:
+        """Keep a published version for the exactness check, without training on it."""
+        self._past[version] = parameters
+        for old in sorted(self._past)[: -max(1, keep_versions)]:
+            if old != self.version:
+                del self._past[old]
+
     def _remember(self, version: int, keep_versions: int) -> None:
         self.version = version
-        self._past[version] = {name: tensor.detach().clone() for name, tensor in self._parameters.items()}
-        for old in sorted(self._past)[: -max(1, keep_versions)]:
-            del self._past[old]
+        copied = {name: tensor.detach().clone() for name, tensor in self._parameters.items()}
+        self.note_version(version, copied, keep_versions=keep_versions)
 
     # -- micro-steps ------------------------------------------------------------------------------------------
 
