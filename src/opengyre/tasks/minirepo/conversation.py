@@ -1,0 +1,47 @@
+"""The words of the reference harness on minirepo tasks: prompts, tools, results, limits.
+
+The demonstrations speak these words; a test holds them against what the harness really sends.
+"""
+
+from opengyre.core.chat import Tool
+
+MAIN_SYSTEM = "lead: build every module, then finish"
+SUB_SYSTEM = "coder: write one module, test it, then finish"
+COMPACTION = "context full: summarise progress"
+BAD_CALL = "bad call"
+STATUS_WORDS = ("pass", "fail", "untested", "stopped")
+MAIN_REPLY_TOKENS = 12
+SUB_REPLY_TOKENS = 160
+SUMMARY_TOKENS = 16
+MAIN_ROOM_TOKENS = 22
+"""Growth of the main context, in tokens, that makes the harness compact."""
+MAX_CALLS = 20
+MAX_MAIN_TURNS = 10
+MAX_SUB_TURNS = 6
+MAX_MALFORMED = 4
+
+
+def _tool(name: str, *parameters: str) -> Tool:
+    properties = {parameter: {"type": "string"} for parameter in parameters}
+    return Tool(name=name, schema={"type": "object", "properties": properties, "required": list(parameters)})
+
+
+MAIN_TOOLS = (_tool("delegate", "module"), _tool("finish", "result"))
+SUB_TOOLS = (
+    _tool("write_file", "module", "content"),
+    _tool("append_file", "module", "content"),
+    _tool("run_tests", "module"),
+    _tool("finish", "result"),
+)
+WORDS = (
+    "delegate",
+    "finish",
+    "write_file",
+    "append_file",
+    "run_tests",
+    "saved",
+    "built",
+    "done",
+    *STATUS_WORDS,
+)
+"""Tool and status words that are one token each."""

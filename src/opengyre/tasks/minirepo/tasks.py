@@ -1,0 +1,84 @@
+"""minirepo packages as tasks: instruction, visible tests, hidden tests, frozen test ids."""
+
+import random
+
+from opengyre.core.errors import InputError
+from opengyre.core.types import Task
+from opengyre.tasks.minirepo.family import Function, Package, Values, make_package
+
+GRADER = "minirepo-1"
+VISIBLE_INPUTS = 3
+HIDDEN_INPUTS = 8
+_SPLITS = {"train": (30_000, False), "heldout": (10_000, True)}
+
+
+def minirepo_package(split: str, index: int) -> Package:
+    """Return the package behind a task.
+
+    Raises:
+        InputError: The split is neither ``train`` nor ``heldout``.
+    """
+    if split not in _SPLITS:
+        raise InputError(f"minirepo split {split!r}: expected one of {', '.join(_SPLITS)}")
+    first, held_out = _SPLITS[split]
+    return make_package(random.Random(2 * (first + index) + held_out), held_out=held_out)
+
+
+def minirepo_task(split: str, index: int) -> Task:
+    """Return a task of a split; the same arguments give the same task everywhere.
+
+    >>> task = minirepo_task("train", 0)
+    >>> task.instruction.startswith("module ") and len(task.test_ids) >= 6
+    True
+    """
+    package = minirepo_package(split, index)
+    rng = random.Random(f"minirepo-{split}-{index}")
+    files = {"TASK.md": package.instruction()}
+    hidden: dict[str, str] = {}
+    test_ids: list[str] = []
+    for module, functions in package.modules:
+        visible = {function.name: _inputs(rng, VISIBLE_INPUTS) for function in functions}
+        files[f"test_{module}.py"] = _test_file(module, functions, visible)
+        unseen = {function.name: _hidden_inputs(rng, function, visible[function.name]) for function in functions}
+        hidden[f"hidden_{module}.py"] = _test_file(module, functions, unseen)
+        test_ids += [f"{module}::{function.name}" for function in functions]
+    return Task(
+        task_id=f"minirepo-{split}-{index}",
+        format="minirepo",
+        instruction=package.instruction(),
+        files=files,
+        hidden_files=hidden,
+        test_ids=tuple(test_ids),
+        artifact=tuple(f"{module}.py" for module, _ in package.modules),
+        grader=GRADER,
+        scoring_limit_s=20.0,
+    )
+
+
+def reference_files(package: Package) -> dict[str, str]:
+    """Return the modules of a solution that passes every test."""
+    return {f"{module}.py": "".join(function.code() for function in functions) for module, functions in package.modules}
+
+
+def _inputs(rng: random.Random, count: int) -> list[Values]:
+    return [[rng.randint(-9, 12) for _ in range(rng.randint(5, 9))] for _ in range(count)]
+
+
+def _hidden_inputs(rng: random.Random, function: Function, visible: list[Values]) -> list[Values]:
+    """Return inputs that no constant answers: at least two results differ whenever the function allows it."""
+    for _ in range(20):
+        chosen = [values for values in _inputs(rng, HIDDEN_INPUTS + 2) if values not in visible][:HIDDEN_INPUTS]
+        if len({repr(function.compute(values)) for values in chosen}) > 1:
+            break
+    return chosen
+
+
+def _test_file(module: str, functions: tuple[Function, ...], inputs: dict[str, list[Values]]) -> str:
+    lines = [f"from {module} import *"]
+    for function in functions:
+        lines += ["", "", f"def test_{function.name}():"]
+        lines += [
+            f"    assert {function.name}({values!r}) == {function.compute(values)!r}"
+            for values in inputs[function.name]
+        ]
+    return "\n".join(lines) + "\n"
