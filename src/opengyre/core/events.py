@@ -60,6 +60,8 @@ class AttemptDropped(_Message, frozen=True, kw_only=True):
 
     execution_id: str
     reason: str
+    counts: bool = True
+    """Whether it uses up one of the slot's ``redispatch`` tries; False when the driver itself was restarted."""
 
 
 class GroupComplete(_Message, frozen=True, kw_only=True):

@@ -1,0 +1,538 @@
+"""The scheduler: a state machine from events to commands. No clock, no randomness, no I/O.
+
+The live driver and the simulator run this object; a log of events fed to a fresh one gives the same commands.
+"""
+
+from collections.abc import Callable
+
+from opengyre.core.errors import InvariantError
+from opengyre.core.events import (
+    AttemptDropped,
+    CellJoined,
+    CellLoad,
+    CellLost,
+    CellReady,
+    CloseStep,
+    Command,
+    Dispatch,
+    Dispatched,
+    Event,
+    Finished,
+    GroupComplete,
+    MicroStepDone,
+    MicroStepReady,
+    Mode,
+    PublishWeights,
+    RatesMeasured,
+    RunMicroStep,
+    SlotClosed,
+    StepDone,
+    SwitchCell,
+    SwitchDone,
+    Tick,
+    WeightsPublished,
+    execution_id_of,
+)
+from opengyre.core.types import Kind
+from opengyre.schedule.places import Candidate, next_group
+from opengyre.schedule.rules import CellView, RuleView, SwitchRule, rule_of
+from opengyre.schedule.settings import ScheduleSettings
+from opengyre.schedule.state import CellState, ExecutionState, GroupState, MicroStepState, SlotState
+
+EVALUATION_STRIDE = 10_000
+"""Group ids of the n-th evaluation start at n times this."""
+
+
+class Scheduler:
+    """Owns dispatch, the mode of each cell, which groups a step takes, when a step closes, and publication.
+
+    Args:
+        settings: Sizes, window and rule.
+
+    Example: ``Scheduler(settings).on(WeightsPublished(version=0, incarnation=0, cells=(0, 1)), 0.0)`` returns the
+    first ``Dispatch`` commands.
+    """
+
+    def __init__(self, settings: ScheduleSettings) -> None:
+        self.settings = settings
+        self._rule: SwitchRule = rule_of(settings)
+        self._cells = {cell_id: CellState(cell_id) for cell_id in settings.cells}
+        self._executions: dict[str, ExecutionState] = {}
+        self._groups: dict[int, GroupState] = {}
+        """Training groups that are not consumed, and those of the open step."""
+        self._dispatched_groups = 0
+        self._open_evaluations: set[str] = set()
+        self._waterlevel = 0
+        self._step = 0
+        self._published = -1
+        self._publishing: int | None = None
+        self._is_closing = False
+        self._evaluated: set[int] = set()
+        self._spent = 0
+        self._handlers: dict[type, Callable[..., list[Command]]] = {
+            Tick: self._on_nothing,
+            RatesMeasured: self._on_nothing,
+            Dispatched: self._on_dispatched,
+            Finished: self._on_finished,
+            SlotClosed: self._on_slot_closed,
+            AttemptDropped: self._on_attempt_dropped,
+            GroupComplete: self._on_group_complete,
+            MicroStepReady: self._on_micro_step_ready,
+            MicroStepDone: self._on_micro_step_done,
+            CellLoad: self._on_cell_load,
+            CellReady: self._on_cell_ready,
+            SwitchDone: self._on_switch_done,
+            CellLost: self._on_cell_lost,
+            CellJoined: self._on_cell_joined,
+            StepDone: self._on_step_done,
+            WeightsPublished: self._on_weights_published,
+        }
+
+    def on(self, event: Event, now_s: float) -> list[Command]:
+        """Take one event and return the commands it causes, in order.
+
+        Args:
+            event: What happened.
+            now_s: Time of the event; kept out of all decisions but those of rules that ask for it.
+
+        Raises:
+            InvariantError: The event contradicts what is known; the message has the values.
+        """
+        commands = self._handlers[type(event)](event)
+        self._take_places()
+        commands += self._feed()
+        commands += self._close()
+        commands += self._switch()
+        return commands
+
+    # -- what others may read ---------------------------------------------------------------------------------
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps are done, published and every evaluation is closed."""
+        return (
+            self._step >= self.settings.steps and self._published >= self.settings.steps and not self._open_evaluations
+        )
+
+    @property
+    def step(self) -> int:
+        """The open step, which is also the number of optimizer steps taken."""
+        return self._step
+
+    @property
+    def published(self) -> int:
+        """The version that cells in rollout mode have; -1 before the start."""
+        return self._published
+
+    @property
+    def waterlevel(self) -> int:
+        """w: executions dispatched and not finished."""
+        return self._waterlevel
+
+    @property
+    def waiting(self) -> int:
+        """q: micro-steps of the open step that no cell has pulled."""
+        return len(self._waiting_micro_steps())
+
+    @property
+    def open_groups(self) -> tuple[int, ...]:
+        """Groups that have a place in the open step."""
+        return tuple(group.group_id for group in self._groups.values() if group.step == self._step)
+
+    @property
+    def live_cells(self) -> tuple[int, ...]:
+        """Cells that are not lost."""
+        return tuple(self._cells)
+
+    def mode(self, cell_id: int) -> Mode:
+        """Return the mode of a cell; a cell on its way is switching."""
+        cell = self._cells[cell_id]
+        return cell.mode if cell.mode is cell.target else Mode.SWITCHING
+
+    def open_executions(self) -> tuple[str, ...]:
+        """Return executions whose outcome is not known."""
+        return tuple(state.execution_id for state in self._executions.values() if state.is_open)
+
+    def is_slot_open(self, group_id: int, slot: int, *, kind: Kind = Kind.TRAIN) -> bool:
+        """Whether a slot still waits for an outcome."""
+        group = self._group_of(group_id, kind)
+        return group is not None and not group.slots[slot].is_closed
+
+    def waits_for(self) -> str:
+        """Return in words what the open step waits for."""
+        if self._step >= self.settings.steps:
+            return f"{len(self._open_evaluations)} evaluation executions"
+        if self._is_closing:
+            return f"the optimizer step {self._step} on the core cell"
+        running = [
+            f"{m.micro_step_id} on cell {m.running_on}" for m in self._step_micro_steps() if m.running_on is not None
+        ]
+        if running or self.waiting:
+            return f"step {self._step}: {self.waiting} micro-steps wait, running {', '.join(running) or 'none'}"
+        late = [group for group in self._groups.values() if group.step is None and not group.has_arrived]
+        named = [
+            f"group {group.group_id} slots {[i for i, slot in enumerate(group.slots) if not slot.is_closed]}"
+            for group in sorted(late, key=lambda group: (group.deadline, group.group_id))[:3]
+        ]
+        return f"step {self._step}: {len(self.open_groups)} of {self.settings.batch_groups} places; {'; '.join(named)}"
+
+    # -- executions and groups --------------------------------------------------------------------------------
+
+    def _on_nothing(self, _: Event) -> list[Command]:
+        return []
+
+    def _execution(self, execution_id: str) -> ExecutionState:
+        try:
+            return self._executions[execution_id]
+        except KeyError as error:
+            raise InvariantError(f"execution {execution_id} was never dispatched") from error
+
+    def _group_of(self, group_id: int, kind: Kind) -> GroupState | None:
+        return self._groups.get(_key(group_id, kind))
+
+    def _on_dispatched(self, event: Dispatched) -> list[Command]:
+        self._execution(event.execution_id)
+        return []
+
+    def _on_finished(self, event: Finished) -> list[Command]:
+        execution = self._execution(event.execution_id)
+        if not execution.is_live:
+            raise InvariantError(f"execution {event.execution_id} finished twice")
+        execution.is_live = False
+        self._waterlevel -= 1
+        return []
+
+    def _end(self, execution_id: str) -> tuple[ExecutionState, GroupState]:
+        execution = self._execution(execution_id)
+        if not execution.is_open:
+            raise InvariantError(f"execution {execution_id} has an outcome already")
+        execution.is_open = False
+        if execution.is_live:
+            execution.is_live = False
+            self._waterlevel -= 1
+        group = self._group_of(execution.group_id, execution.kind)
+        if group is None or group.slots[execution.slot].is_closed:
+            raise InvariantError(f"execution {execution_id}: slot {execution.slot} of its group is closed")
+        return execution, group
+
+    def _on_slot_closed(self, event: SlotClosed) -> list[Command]:
+        execution, group = self._end(event.execution_id)
+        slot = group.slots[execution.slot]
+        slot.is_closed = slot.is_valid = True
+        self._forget_evaluation(execution, group)
+        return []
+
+    def _on_attempt_dropped(self, event: AttemptDropped) -> list[Command]:
+        execution, group = self._end(event.execution_id)
+        slot = group.slots[execution.slot]
+        if event.counts:
+            slot.charged += 1
+        if not event.counts or self._may_redispatch(group, execution.slot):
+            slot.attempts += 1
+            return [self._dispatch(group, execution.slot, slot.attempts - 1)]
+        slot.is_closed = True
+        self._forget_evaluation(execution, group)
+        return []
+
+    def _may_redispatch(self, group: GroupState, index: int) -> bool:
+        """Whether a dropped slot is tried again.
+
+        Choice: while another slot of its group is unfinished and the step of its deadline has not begun.
+        """
+        if group.slots[index].charged > self.settings.redispatch:
+            return False
+        if group.kind.is_evaluation:
+            return True
+        others = any(not slot.is_closed for number, slot in enumerate(group.slots) if number != index)
+        return others and self._step < group.deadline
+
+    def _forget_evaluation(self, execution: ExecutionState, group: GroupState) -> None:
+        if execution.kind.is_evaluation:
+            self._open_evaluations.discard(_key_text(group.group_id, group.kind))
+            del self._groups[_key(group.group_id, group.kind)]
+
+    def _on_group_complete(self, event: GroupComplete) -> list[Command]:
+        group = self._groups.get(event.group_id)
+        if group is None or group.is_complete or not group.all_closed:
+            raise InvariantError(f"group {event.group_id} was reported complete, but it is not: {group}")
+        valid = sum(slot.is_valid for slot in group.slots)
+        if valid != event.valid_slots:
+            raise InvariantError(f"group {event.group_id}: {event.valid_slots} valid slots reported, {valid} known")
+        group.is_complete, group.valid_slots, group.expected = True, valid, event.micro_steps
+        return []
+
+    def _on_micro_step_ready(self, event: MicroStepReady) -> list[Command]:
+        group = self._groups.get(event.group_id)
+        if group is None or not group.is_complete or group.has_arrived or event.micro_step_id in group.micro_steps:
+            raise InvariantError(f"micro-step {event.micro_step_id} of group {event.group_id} is not expected")
+        group.micro_steps[event.micro_step_id] = MicroStepState(event.micro_step_id, event.cost_s)
+        return []
+
+    # -- dispatch ---------------------------------------------------------------------------------------------
+
+    def _dispatch(self, group: GroupState, slot: int, attempt: int) -> Dispatch:
+        execution_id = execution_id_of(group_id=group.group_id, slot=slot, attempt=attempt, kind=group.kind)
+        self._executions[execution_id] = ExecutionState(execution_id, group.kind, group.group_id, slot, attempt)
+        self._waterlevel += 1
+        return Dispatch(
+            execution_id=execution_id,
+            group_id=group.group_id,
+            slot=slot,
+            attempt=attempt,
+            kind=group.kind,
+            version=group.version,
+        )
+
+    def _dispatch_training(self, limit_groups: int) -> list[Command]:
+        """Dispatch groups until ``limit_groups`` have been in all.
+
+        Source: paper, Q_b = (phi + mu) * B. Choice: never more than steps * B in all.
+        """
+        limit = min(limit_groups, self.settings.steps * self.settings.batch_groups)
+        commands: list[Command] = []
+        while self._dispatched_groups < limit:
+            group_id = self._dispatched_groups
+            self._dispatched_groups += 1
+            slots = [SlotState() for _ in range(self.settings.group_size)]
+            deadline = self._published + self.settings.staleness_bound
+            group = GroupState(group_id, Kind.TRAIN, self._published, deadline, slots)
+            self._groups[group_id] = group
+            commands += [self._dispatch(group, slot, 0) for slot in range(self.settings.group_size)]
+        return commands
+
+    def _dispatch_evaluation(self, version: int) -> list[Command]:
+        settings = self.settings
+        if version not in settings.evaluate_at or version in self._evaluated or not settings.evaluation_tasks:
+            return []
+        self._evaluated.add(version)
+        first = settings.evaluate_at.index(version) * EVALUATION_STRIDE
+        kinds = (Kind.EVAL_SAMPLED, Kind.EVAL_GREEDY) if settings.evaluate_greedy else (Kind.EVAL_SAMPLED,)
+        commands: list[Command] = []
+        for kind in kinds:
+            for task in range(settings.evaluation_tasks):
+                group = GroupState(first + task, kind, version, 0, [SlotState()])
+                self._groups[_key(group.group_id, kind)] = group
+                self._open_evaluations.add(_key_text(group.group_id, kind))
+                commands.append(self._dispatch(group, 0, 0))
+        return commands
+
+    def _on_weights_published(self, event: WeightsPublished) -> list[Command]:
+        if event.version < self._published or event.version > self._step:
+            raise InvariantError(f"version {event.version} was published; expected {self._published} to {self._step}")
+        self._published = event.version
+        self._publishing = None
+        depth = self.settings.dispatch_depth
+        limit = event.version * self.settings.batch_groups + depth
+        if self.settings.dispatch_on == "consumption":
+            limit = self._step * self.settings.batch_groups + depth
+        evaluation, training = self._dispatch_evaluation(event.version), self._dispatch_training(limit)
+        return evaluation + training if event.version == 0 else training + evaluation
+
+    # -- steps ------------------------------------------------------------------------------------------------
+
+    def _step_micro_steps(self) -> list[MicroStepState]:
+        return [
+            micro_step
+            for group in self._groups.values()
+            if group.step == self._step
+            for micro_step in group.micro_steps.values()
+        ]
+
+    def _waiting_micro_steps(self) -> list[MicroStepState]:
+        if not self.settings.streaming and len(self.open_groups) < self.settings.batch_groups:
+            return []
+        return [m for m in self._step_micro_steps() if m.running_on is None and m.done_by is None]
+
+    def _take_places(self) -> None:
+        """Give places of the open step to complete groups."""
+        settings = self.settings
+        if self._step >= settings.steps or self._is_closing:
+            return
+        while True:
+            live = [
+                Candidate(group.group_id, group.deadline, group.has_arrived)
+                for group in self._groups.values()
+                if group.kind is Kind.TRAIN and group.step is None
+            ]
+            left = settings.batch_groups - len(self.open_groups)
+            chosen = next_group(live, step=self._step, places_left=left, batch_groups=settings.batch_groups)
+            if chosen is None:
+                return
+            group = self._groups[chosen]
+            if settings.dispatch_on == "publication" and self._step - group.version > settings.staleness_bound:
+                raise InvariantError(
+                    f"group {chosen} of version {group.version} in step {self._step}: staleness "
+                    f"{self._step - group.version}, expected at most {settings.staleness_bound}"
+                )
+            group.step = self._step
+
+    def _feed(self) -> list[Command]:
+        """Answer the pulls of idle cells in training mode."""
+        if self._is_closing:
+            return []
+        commands: list[Command] = []
+        waiting = self._waiting_micro_steps()
+        for cell in self._cells.values():
+            if not waiting:
+                break
+            if cell.is_asking and cell.mode is cell.target is Mode.TRAINING:
+                micro_step = waiting.pop(0)
+                micro_step.running_on = cell.cell_id
+                cell.is_asking, cell.running = False, micro_step.micro_step_id
+                commands.append(
+                    RunMicroStep(cell_id=cell.cell_id, micro_step_id=micro_step.micro_step_id, step=self._step)
+                )
+        return commands
+
+    def _close(self) -> list[Command]:
+        """Close the step when B groups are consumed and nothing waits or runs."""
+        if self._is_closing or self._step >= self.settings.steps:
+            return []
+        if len(self.open_groups) < self.settings.batch_groups or self.settings.core not in self._cells:
+            return []
+        if any(micro_step.done_by is None for micro_step in self._step_micro_steps()):
+            return []
+        self._is_closing = True
+        contributions: dict[int, list[str]] = {}
+        for micro_step in self._step_micro_steps():
+            if micro_step.done_by is not None:
+                contributions.setdefault(micro_step.done_by, []).append(micro_step.micro_step_id)
+        return [
+            CloseStep(
+                step=self._step,
+                groups=self.open_groups,
+                contributions={cell: tuple(ids) for cell, ids in sorted(contributions.items())},
+            )
+        ]
+
+    def _on_micro_step_done(self, event: MicroStepDone) -> list[Command]:
+        cell = self._cells.get(event.cell_id)
+        micro_step = next((m for m in self._step_micro_steps() if m.micro_step_id == event.micro_step_id), None)
+        if cell is None or micro_step is None or micro_step.running_on != event.cell_id:
+            raise InvariantError(f"micro-step {event.micro_step_id} was not running on cell {event.cell_id}")
+        micro_step.running_on, micro_step.done_by = None, event.cell_id
+        cell.running = None
+        return []
+
+    def _on_step_done(self, event: StepDone) -> list[Command]:
+        if not self._is_closing or event.version != self._step + 1:
+            raise InvariantError(f"version {event.version} after step {self._step} (closing: {self._is_closing})")
+        for group_id in self.open_groups:
+            group = self._groups.pop(group_id)
+            self._spent += group.valid_slots < 2
+        self._is_closing = False
+        self._step = event.version
+        commands: list[Command] = []
+        if self.settings.dispatch_on == "consumption":
+            commands += self._dispatch_training(self._step * self.settings.batch_groups + self.settings.dispatch_depth)
+        if self._step % self.settings.burst == 0 or self._step == self.settings.steps:
+            self._publishing = self._step
+            commands.append(PublishWeights(version=self._step))
+        return commands
+
+    # -- cells ------------------------------------------------------------------------------------------------
+
+    def _cell(self, cell_id: int) -> CellState:
+        try:
+            return self._cells[cell_id]
+        except KeyError as error:
+            raise InvariantError(f"cell {cell_id} is not in the run; live cells are {tuple(self._cells)}") from error
+
+    def _on_cell_load(self, event: CellLoad) -> list[Command]:
+        cell = self._cells.get(event.cell_id)
+        if cell is not None:
+            cell.kv_tokens, cell.tokens_per_s = event.kv_tokens, event.tokens_per_s
+        return []
+
+    def _on_cell_ready(self, event: CellReady) -> list[Command]:
+        cell = self._cell(event.cell_id)
+        if cell.mode is not Mode.TRAINING or cell.running is not None:
+            raise InvariantError(f"cell {event.cell_id} asks for work in mode {cell.mode}, running {cell.running}")
+        cell.is_asking = True
+        return []
+
+    def _on_switch_done(self, event: SwitchDone) -> list[Command]:
+        cell = self._cell(event.cell_id)
+        if cell.target is not event.mode:
+            raise InvariantError(f"cell {event.cell_id} arrived in {event.mode}, expected {cell.target}")
+        cell.mode = event.mode
+        cell.is_asking = False
+        return []
+
+    def _on_cell_lost(self, event: CellLost) -> list[Command]:
+        """Return the cell's micro-steps to the queue, done ones too: their sums are gone with it."""
+        self._cell(event.cell_id)
+        del self._cells[event.cell_id]
+        for micro_step in self._step_micro_steps():
+            if event.cell_id in (micro_step.running_on, micro_step.done_by):
+                micro_step.running_on = micro_step.done_by = None
+                self._is_closing = False
+        if event.cell_id == self.settings.core:
+            self._is_closing = False
+        return []
+
+    def _on_cell_joined(self, event: CellJoined) -> list[Command]:
+        if event.cell_id in self._cells:
+            raise InvariantError(f"cell {event.cell_id} joined but is in the run")
+        self._cells[event.cell_id] = CellState(event.cell_id)
+        self._cells = dict(sorted(self._cells.items()))
+        return []
+
+    def _view(self) -> RuleView:
+        cells = tuple(
+            CellView(
+                cell.cell_id,
+                cell.mode,
+                cell.target,
+                cell.is_asking,
+                cell.kv_tokens,
+            )
+            for cell in self._cells.values()
+        )
+        micro_steps = self._step_micro_steps()
+        return RuleView(
+            settings=self.settings,
+            cells=cells,
+            waterlevel=self._waterlevel,
+            waiting=self.waiting,
+            is_batch_ready=len(self.open_groups) >= self.settings.batch_groups,
+            is_step_busy=self._is_closing or any(m.done_by is None for m in micro_steps),
+        )
+
+    def _switch(self) -> list[Command]:
+        """Let the rule decide, then make sure that live executions keep a cell."""
+        commands: list[Command] = []
+        for cell_id, mode in self._rule.switches(self._view()):
+            cell = self._cells[cell_id]
+            cell.target = mode
+            cell.is_asking = False
+            commands.append(SwitchCell(cell_id=cell_id, mode=mode))
+        if not self._rule.parks and self._cells and self._waterlevel:
+            commands += self._recall()
+        return commands
+
+    def _recall(self) -> list[Command]:
+        """Bring a trainer back where losses left no cell in rollout mode; without one the invariant is broken."""
+        if any(cell.target is Mode.ROLLOUT for cell in self._cells.values()):
+            return []
+        idle = [cell for cell in self._cells.values() if cell.mode is Mode.TRAINING and cell.running is None]
+        if not idle:
+            return []
+        idle[0].target = Mode.ROLLOUT
+        idle[0].is_asking = False
+        return [SwitchCell(cell_id=idle[0].cell_id, mode=Mode.ROLLOUT)]
+
+
+def _key(group_id: int, kind: Kind) -> int:
+    """Return the key of a group: training groups count up from 0, evaluations down from -1.
+
+    >>> _key(3, Kind.TRAIN), _key(0, Kind.EVAL_SAMPLED), _key(0, Kind.EVAL_GREEDY)
+    (3, -1, -2)
+    """
+    if kind is Kind.TRAIN:
+        return group_id
+    return -1 - 2 * group_id - (kind is Kind.EVAL_GREEDY)
+
+
+def _key_text(group_id: int, kind: Kind) -> str:
+    return f"{kind}-{group_id}"
