@@ -5,13 +5,12 @@ A request carries a number; the reply carries the same one. A reply is ``done`` 
 """
 
 import struct
-import typing
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
-import numpy as np
 
 from opengyre.algorithm.loss import LossSettings
+from opengyre.core.arrays import decode_array, encode_array
 from opengyre.core.cells import WeightsRef
 from opengyre.core.errors import InvariantError
 from opengyre.core.events import Mode
@@ -161,22 +160,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     message: str
 
 
-def _encode_array(value: Any) -> Any:  # noqa: ANN401 - msgspec's hook takes any type
-    if isinstance(value, np.ndarray):
-        return (value.dtype.str, value.tobytes())
-    if isinstance(value, np.generic):
-        return value.item()
-    raise NotImplementedError(f"{type(value).__name__} does not travel to a cell")
-
-
-def _decode_array(expected: type, value: Any) -> Any:  # noqa: ANN401 - msgspec's hook takes any type
-    if typing.get_origin(expected) is np.ndarray or expected is np.ndarray:
-        return np.frombuffer(value[1], np.dtype(value[0]))
-    raise NotImplementedError(f"{expected} does not travel from a cell")
-
-
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_array)
-_REQUESTS = msgspec.msgpack.Decoder(Numbered, dec_hook=_decode_array)
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=encode_array)
+_REQUESTS = msgspec.msgpack.Decoder(Numbered, dec_hook=decode_array)
 _REPLIES = msgspec.msgpack.Decoder(Reply)
 
 
@@ -202,7 +187,7 @@ def decode_reply(data: bytes) -> Reply:
 
 def decode_body(body: msgspec.Raw, expected: type[T]) -> T:
     """Return the body of a reply as its type."""
-    return msgspec.msgpack.decode(body, type=expected, dec_hook=_decode_array)
+    return msgspec.msgpack.decode(body, type=expected, dec_hook=decode_array)
 
 
 def _framed(data: bytes) -> bytes:
