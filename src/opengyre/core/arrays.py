@@ -9,8 +9,8 @@ import numpy as np
 def encode_array(value: Any) -> Any:  # noqa: ANN401 - msgspec's hook takes any type
     """Return what an array becomes; msgspec's ``enc_hook``.
 
-    >>> encode_array(np.array([1], np.int32))
-    ('<i4', b'\\x01\\x00\\x00\\x00')
+    >>> encode_array(np.array([65], np.int8))
+    ('|i1', b'A')
 
     Raises:
         NotImplementedError: The value is not an array.
@@ -25,8 +25,8 @@ def encode_array(value: Any) -> Any:  # noqa: ANN401 - msgspec's hook takes any 
 def decode_array(expected: type, value: Any) -> Any:  # noqa: ANN401 - msgspec's hook takes any type
     """Return the array that ``encode_array`` wrote, read-only; msgspec's ``dec_hook``.
 
-    >>> decode_array(np.ndarray, ("<i4", b"\\x01\\x00\\x00\\x00")).tolist()
-    [1]
+    >>> decode_array(np.ndarray, ("|i1", b"A")).tolist()
+    [65]
 
     Raises:
         NotImplementedError: The expected type is not an array.

@@ -1,0 +1,150 @@
+"""Which stored call a request continues: matched by message, so that its tokens can be reused exactly.
+
+A stored call is a path of message keys that ends in its reply. A request is walked from its first message; where the
+path so far has recorded replies, an assistant message is compared with them: by ordered tool-call ids where it has any
+(arguments as parsed JSON, the echoed name ignored), else by text, exact first, then normalised. Ids that collide
+across sub-agents cannot be confused, because only replies of the same path are compared. Two different replies that fit
+equally well are ambiguous: no restoration.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import xxhash
+
+from opengyre.core.chat import Message, Tool
+from opengyre.core.types import Verdict
+
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+@dataclass(frozen=True)
+class Match:
+    """What of a request is the path of a stored call.
+
+    Example: ``Match(call_id="c3", covered=5, keys=(...), verdict=Verdict.RESTORED, first_difference=-1)``: the first
+    five messages are call c3's request and reply, the rest has to be rendered.
+    """
+
+    call_id: str | None
+    covered: int
+    """Messages that the stored call covers, its reply included."""
+    keys: tuple[int, ...]
+    """Chained key behind each message."""
+    verdict: Verdict
+    first_difference: int
+    """First message after which no stored path goes on; -1 if the request extends one."""
+
+
+@dataclass(frozen=True)
+class _Reply:
+    call_id: str
+    message: Message
+    key: int
+
+
+@dataclass
+class PathIndex:
+    """The stored paths of one execution.
+
+    >>> index = PathIndex()
+    >>> ask, reply = Message(role="user", content="hi"), Message(role="assistant", content="yes")
+    >>> first = index.match([ask], [])
+    >>> key = index.add("c1", first.keys, reply)
+    >>> index.match([ask, reply, Message(role="user", content="more")], []).call_id
+    'c1'
+    """
+
+    _replies: dict[int, list[_Reply]] = field(default_factory=dict)
+    """Key of a request's last message to its recorded replies."""
+    _known: set[int] = field(default_factory=set)
+
+    def add(self, call_id: str, request_keys: Sequence[int], reply: Message) -> int:
+        """Store a call's path and return the key of its reply."""
+        last = request_keys[-1] if request_keys else 0
+        key = _chained(last, _reply_bytes(reply))
+        self._replies.setdefault(last, []).append(_Reply(call_id, reply, key))
+        self._known.update(request_keys)
+        self._known.add(key)
+        return key
+
+    def match(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Match:
+        """Return the deepest stored call whose path the request continues."""
+        key = head_key(tools)
+        keys: list[int] = []
+        call_id, covered = None, 0
+        has_unknown_reply = False
+        first_difference = -1
+        for index, message in enumerate(messages):
+            reply = self._fitting(key, message) if message.role == "assistant" else None
+            if reply is not None:
+                key = reply.key
+                call_id, covered = reply.call_id, index + 1
+            else:
+                has_unknown_reply |= message.role == "assistant"
+                key = _chained(key, _ENCODER.encode(message))
+                if first_difference < 0 and key not in self._known:
+                    first_difference = index
+            keys.append(key)
+        verdict = Verdict.RESTORED if call_id is not None else Verdict.RENDERED
+        if call_id is None and has_unknown_reply:
+            verdict = Verdict.REWRITTEN
+        return Match(call_id, covered, tuple(keys), verdict, first_difference)
+
+    def _fitting(self, key: int, message: Message) -> _Reply | None:
+        """Return the recorded reply that an assistant message echoes, None if none or more than one does."""
+        recorded = self._replies.get(key, ())
+        for fits in (_fits_ids, _fits_exactly, _fits_normalised):
+            found = {reply.key: reply for reply in recorded if fits(reply.message, message)}
+            if len(found) == 1:
+                return next(iter(found.values()))
+            if found:
+                return None
+        return None
+
+
+def head_key(tools: Sequence[Tool]) -> int:
+    """Return the key that stands before the first message: the tools as rendered."""
+    return xxhash.xxh3_64_intdigest(_ENCODER.encode([(t.name, t.description, t.schema) for t in tools]))
+
+
+def _chained(key: int, data: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(data, seed=key)
+
+
+def _reply_bytes(reply: Message) -> bytes:
+    """Return what makes two replies the same: text, reasoning, ids, names, arguments as parsed."""
+    calls = [(call.id, call.name, _parsed(call.arguments)) for call in reply.tool_calls]
+    return msgspec.msgpack.encode((reply.content, reply.reasoning, calls), order="deterministic")
+
+
+def _parsed(arguments: str) -> object:
+    try:
+        return msgspec.json.decode(arguments)
+    except msgspec.DecodeError:
+        return arguments
+
+
+def _fits_ids(recorded: Message, echoed: Message) -> bool:
+    """Whether ordered tool-call ids agree and arguments are equal as parsed JSON."""
+    if not echoed.tool_calls or not recorded.tool_calls:
+        return False
+    if [call.id for call in recorded.tool_calls] != [call.id for call in echoed.tool_calls]:
+        return False
+    return all(
+        mine.arguments == theirs.arguments or _parsed(mine.arguments) == _parsed(theirs.arguments)
+        for mine, theirs in zip(recorded.tool_calls, echoed.tool_calls, strict=True)
+    )
+
+
+def _fits_exactly(recorded: Message, echoed: Message) -> bool:
+    if recorded.tool_calls or echoed.tool_calls:
+        return False
+    return (recorded.content, recorded.reasoning) == (echoed.content, echoed.reasoning)
+
+
+def _fits_normalised(recorded: Message, echoed: Message) -> bool:
+    if recorded.tool_calls or echoed.tool_calls:
+        return False
+    return (recorded.content.strip(), recorded.reasoning.strip()) == (echoed.content.strip(), echoed.reasoning.strip())
