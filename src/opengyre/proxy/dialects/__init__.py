@@ -1,0 +1,1 @@
+"""One module a dialect: parse a request, shape an answer, a stream and an error."""

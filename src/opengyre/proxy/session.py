@@ -1,0 +1,253 @@
+"""One execution at the proxy: restores recorded tokens, seeds and clamps its calls, keeps its paths. No I/O here."""
+
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import xxhash
+
+from opengyre.core.chat import ChatRenderer, Message
+from opengyre.core.errors import CallError
+from opengyre.core.protocols import GenerateRequest, Generation
+from opengyre.core.types import (
+    Call,
+    Finish,
+    Int32Array,
+    Kind,
+    Role,
+    Sampling,
+    SamplingLaw,
+    Verdict,
+)
+from opengyre.proxy.requests import AgentMark, Answer, AnswerChoice, ChatRequest
+from opengyre.trajectory.match import Match, PathIndex
+
+
+class SessionSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What the proxy has to know of an execution.
+
+    Example: ``SessionSpec(execution_id="g00000-s00-a0", group_id=0, slot=0, attempt=0, run_seed=0,
+    context_tokens=640)``.
+    """
+
+    execution_id: str
+    group_id: int
+    slot: int
+    attempt: int
+    run_seed: int
+    context_tokens: int
+    """Positions of the policy: longest prompt plus answer."""
+    kind: Kind = Kind.TRAIN
+    temperature: float = 1.0
+    """0 = greedy."""
+    minimum_version: int = 0
+    pinned_version: int | None = None
+    model: str = "policy"
+    default_max_tokens: int = 256
+    """Where the client names no limit."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A call that is ready to be sampled, with what is needed to record it."""
+
+    request: ChatRequest
+    mark: AgentMark
+    match: Match
+    role: Role
+    evidence: str
+    call_id: str
+    request_id: str
+    seq: int
+    context: Int32Array
+    parent_call_id: str | None
+    shared: int
+    generate: GenerateRequest
+    choice_index: int
+    started_s: float
+
+
+@dataclass
+class Session:
+    """State of one execution.
+
+    Args:
+        spec: Who it is and how it samples.
+        renderer: Chat to tokens and back.
+    """
+
+    spec: SessionSpec
+    renderer: ChatRenderer
+    is_closed: bool = False
+    _paths: PathIndex = field(default_factory=PathIndex)
+    _tokens: dict[str, Int32Array] = field(default_factory=dict)
+    """Call id to context + output."""
+    _ordinals: dict[tuple[str, int], int] = field(default_factory=dict)
+    _seq: int = 0
+    _minted: int = 0
+    _has_main: bool = False
+
+    def prepare(self, request: ChatRequest, mark: AgentMark, *, request_id: str, now_s: float) -> list[Prepared]:
+        """Return one prepared call for each choice that is asked for.
+
+        Raises:
+            CallError: The execution is closed, or the prompt does not fit the policy.
+        """
+        if self.is_closed:
+            raise CallError(f"execution {self.spec.execution_id} is closed", status=410, code="execution_closed")
+        match = self._paths.match(request.messages, request.tools)
+        context, parent, shared, verdict = self._context(request, match)
+        match = Match(match.call_id, match.covered, match.keys, verdict, match.first_difference)
+        room = self.spec.context_tokens - len(context)
+        if room < 1:
+            raise CallError(
+                f"This model's maximum context length is {self.spec.context_tokens} tokens. However, your messages "
+                f"resulted in {len(context)} tokens.",
+                code="context_length_exceeded",
+            )
+        role, evidence = self._role(request, mark)
+        prepared = []
+        for choice in range(request.choices):
+            call_id = f"{self.spec.execution_id}-c{self._seq:04d}"
+            generate = self._generate(request, mark, context, call_id, room)
+            prepared.append(
+                Prepared(
+                    request=request,
+                    mark=mark,
+                    match=match,
+                    role=role,
+                    evidence=evidence,
+                    call_id=call_id,
+                    request_id=request_id,
+                    seq=self._seq,
+                    context=context,
+                    parent_call_id=parent,
+                    shared=shared,
+                    generate=generate,
+                    choice_index=choice,
+                    started_s=now_s,
+                )
+            )
+            self._seq += 1
+        return prepared
+
+    def _context(self, request: ChatRequest, match: Match) -> tuple[Int32Array, str | None, int, Verdict]:
+        """Return prompt tokens, the stored call they continue, how many tokens are shared with it, and the verdict."""
+        if match.call_id is not None and self.renderer.is_prefix_stable:
+            path = self._tokens[match.call_id]
+            tail = self.renderer.bridge(path, request.messages[match.covered :], request.tools)
+            if tail is not None:
+                return np.concatenate((path, tail)), match.call_id, len(path), Verdict.RESTORED
+        context = self.renderer.render(request.messages, request.tools)
+        verdict = Verdict.REWRITTEN if match.verdict is Verdict.REWRITTEN else Verdict.RENDERED
+        return context, None, 0, verdict
+
+    def _role(self, request: ChatRequest, mark: AgentMark) -> tuple[Role, str]:
+        """Return the role of a call from what its harness marks, else by the form of the request.
+
+        Choice: without marks the first agent that is offered tools is main, everything else a sub-agent.
+        """
+        if mark.is_explicit:
+            main = Role.MAIN_SUMMARY if mark.is_compaction else Role.MAIN
+            sub = Role.SUB_AGENT_SUMMARY if mark.is_compaction else Role.SUB_AGENT
+            return (sub, "header") if mark.is_sub_agent else (main, "header")
+        if not request.tools and not self._has_main:
+            return Role.AUXILIARY, "no tools before the first call with tools"
+        self._has_main = True
+        return Role.MAIN, "unmarked"
+
+    def _generate(
+        self, request: ChatRequest, mark: AgentMark, context: Int32Array, call_id: str, room: int
+    ) -> GenerateRequest:
+        spec = self.spec
+        return GenerateRequest(
+            execution_id=spec.execution_id,
+            call_id=call_id,
+            context=context,
+            max_tokens=min(room, request.max_tokens or spec.default_max_tokens),
+            temperature=spec.temperature,
+            seed=self._seed(mark.agent, context),
+            stop_ids=self.renderer.stop_ids,
+            minimum_version=spec.minimum_version,
+            pinned_version=spec.pinned_version,
+        )
+
+    def _seed(self, agent: str, context: Int32Array) -> int:
+        """Return the call seed: a function of what is asked, not of when.
+
+        Choice: hash of run seed, place of the execution, agent, context, and the ordinal among equal contexts of that
+        agent, so an execution is repeatable under any scheduler.
+        """
+        spec = self.spec
+        context_hash = xxhash.xxh3_64_intdigest(context.tobytes())
+        ordinal = self._ordinals.get((agent, context_hash), 0)
+        self._ordinals[agent, context_hash] = ordinal + 1
+        key = (spec.run_seed, spec.kind.value, spec.group_id, spec.slot, spec.attempt, agent, context_hash, ordinal)
+        return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(key))
+
+    # -- after sampling ---------------------------------------------------------------------------------------
+
+    def finish(self, prepared: Prepared, generation: Generation, *, now_s: float) -> tuple[Call, AnswerChoice]:
+        """Record a sampled call in the paths and return what is stored and what is delivered."""
+        parsed = self.renderer.parse(generation.output, prepared.request.tools)
+        reply, tool_ids = self._minted_ids(parsed)
+        finish = Finish.TOOL_CALLS if reply.tool_calls and generation.finish is Finish.STOP else generation.finish
+        key = self._paths.add(prepared.call_id, prepared.match.keys, reply)
+        self._tokens[prepared.call_id] = np.concatenate((prepared.context, generation.output))
+        call = Call(
+            execution_id=self.spec.execution_id,
+            call_id=prepared.call_id,
+            seq=prepared.seq,
+            request_id=prepared.request_id,
+            dialect=prepared.request.dialect,
+            agent_key=prepared.mark.agent,
+            role=prepared.role,
+            role_evidence=prepared.evidence,
+            verdict=prepared.match.verdict,
+            first_difference=prepared.match.first_difference,
+            parent_call_id=prepared.parent_call_id,
+            shared=prepared.shared,
+            tail=prepared.context[prepared.shared :],
+            output=generation.output,
+            behaviour_logprobs=generation.behaviour_logprobs,
+            versions=generation.versions,
+            sampling=self._sampling(prepared),
+            finish=finish,
+            choice_index=prepared.choice_index,
+            message_keys=(*prepared.match.keys, key),
+            tool_ids=tool_ids,
+            arguments=tuple(call.arguments for call in reply.tool_calls),
+            body_hash=prepared.request.body_hash,
+            prompt_tokens=len(prepared.context),
+            started_s=prepared.started_s,
+            ended_s=now_s,
+            cell_ids=generation.cell_ids,
+        )
+        return call, AnswerChoice(message=reply, finish=finish, completion_tokens=len(generation.output))
+
+    def _sampling(self, prepared: Prepared) -> Sampling:
+        law = SamplingLaw.POLICY
+        if self.spec.temperature == 0:
+            law = SamplingLaw.GREEDY
+        elif prepared.request.truncated_law:
+            law = SamplingLaw.TRUNCATED
+        return Sampling(temperature=self.spec.temperature, seed=prepared.generate.seed, law=law)
+
+    def _minted_ids(self, reply: Message) -> tuple[Message, tuple[tuple[str, str], ...]]:
+        """Give every tool call an id that is unique in the run."""
+        minted = []
+        for call in reply.tool_calls:
+            minted.append(msgspec.structs.replace(call, id=f"call_{self.spec.execution_id}_{self._minted:04d}"))
+            self._minted += 1
+        pairs = tuple((new.id, old.id) for new, old in zip(minted, reply.tool_calls, strict=True))
+        return msgspec.structs.replace(reply, tool_calls=tuple(minted)), pairs
+
+    def answer(self, choices: list[AnswerChoice], prepared: list[Prepared], *, created_s: int) -> Answer:
+        """Return the answer of a request."""
+        return Answer(
+            answer_id=f"chatcmpl-{prepared[0].call_id}",
+            model=self.spec.model,
+            created_s=created_s,
+            choices=tuple(choices),
+            prompt_tokens=len(prepared[0].context),
+        )
