@@ -1,0 +1,183 @@
+"""A sandbox made by the process itself: fresh namespaces, a private root, no privileges. Standard library only.
+
+``enter_namespaces`` is called by the shim (it keeps the old mounts and so reaches the proxy's socket); ``enter_root``
+by its child, which is process 1 of the new process namespace and can only see what is mounted for it.
+"""
+
+import ctypes
+import fcntl
+import os
+import resource
+import socket
+import stat
+import struct
+import sys
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+_MNT_DETACH = 2
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_CAPSET = {"x86_64": 126, "aarch64": 91}
+_NOBODY = 65534
+SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+SYSTEM_FILES = (
+    "/etc/alternatives",
+    "/etc/group",
+    "/etc/hosts",
+    "/etc/ld.so.cache",
+    "/etc/ld.so.conf",
+    "/etc/nsswitch.conf",
+    "/etc/passwd",
+    "/etc/ssl",
+)
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class SandboxError(Exception):
+    """A step of the set-up was refused; the message names it."""
+
+
+def _check(result: int, step: str) -> None:
+    if result != 0:
+        raise SandboxError(f"{step}: {os.strerror(ctypes.get_errno())}")
+
+
+def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
+    result = _libc.mount(source.encode(), target.encode(), kind.encode(), flags, data.encode())
+    _check(result, f"mount {kind or source} on {target}")
+
+
+def enter_namespaces() -> None:
+    """Leave the network, process, ipc and host-name namespaces, as an ordinary user through a user namespace.
+
+    Raises:
+        SandboxError: The kernel refuses.
+    """
+    flags = CLONE_NEWNET | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS
+    user, group = os.getuid(), os.getgid()
+    if user:
+        _check(_libc.unshare(CLONE_NEWUSER), "unshare user namespace")
+        _write("/proc/self/setgroups", "deny")
+        _write("/proc/self/uid_map", f"{user} {user} 1")
+        _write("/proc/self/gid_map", f"{group} {group} 1")
+    _check(_libc.unshare(flags), "unshare network, process, ipc and host-name namespaces")
+    _raise_loopback()
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def _raise_loopback() -> None:
+    """Bring the loopback interface of a new network namespace up."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("16sH14s", b"lo", 0x1 | 0x40, b"")
+        fcntl.ioctl(probe, 0x8914, request)
+
+
+def enter_root(
+    *, root: str, workspace: str, python_prefixes: tuple[str, ...], temporary_bytes: int, extra: tuple[str, ...] = ()
+) -> None:
+    """Make a private root and move into it; the working folder is ``/work``.
+
+    Args:
+        root: An empty folder that the new root is mounted on.
+        workspace: The only folder that stays writable, apart from ``/tmp``.
+        python_prefixes: Folders of the interpreter that are not under ``/usr``.
+        temporary_bytes: Size of ``/tmp``.
+        extra: Further folders to show read-only at their own place.
+
+    Raises:
+        SandboxError: The kernel refuses.
+    """
+    _check(_libc.unshare(CLONE_NEWNS), "unshare mount namespace")
+    _mount("none", "/", "", _MS_REC | _MS_PRIVATE)
+    _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
+    for path in (*SYSTEM_FOLDERS, *SYSTEM_FILES, *python_prefixes, *extra):
+        _show(root, path)
+    for path in DEVICES:
+        _show(root, path, read_only=False)
+    for name in ("proc", "tmp", "work", "old"):
+        os.mkdir(f"{root}/{name}")
+    _mount("proc", f"{root}/proc", "proc", _MS_NOSUID | _MS_NODEV)
+    _mount("tmpfs", f"{root}/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={temporary_bytes},mode=1777")
+    _mount(workspace, f"{root}/work", "", _MS_BIND)
+    os.chdir(root)
+    number = _PIVOT_ROOT.get(os.uname().machine)
+    if number is None:
+        raise SandboxError(f"pivot_root: no system call number for {os.uname().machine}")
+    _check(_libc.syscall(number, root.encode(), f"{root}/old".encode()), "pivot_root")
+    os.chdir("/work")
+    _check(_libc.umount2(b"/old", _MNT_DETACH), "unmount the old root")
+    os.rmdir("/old")
+
+
+def _show(root: str, path: str, *, read_only: bool = True) -> None:
+    """Bind a path of the system into the new root, links as links."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    target = root + path
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    if stat.S_ISLNK(mode):
+        os.symlink(os.readlink(path), target)
+        return
+    if stat.S_ISDIR(mode):
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+    _mount(path, target, "", _MS_BIND | _MS_REC)
+    if read_only:
+        _mount("none", target, "", _MS_BIND | _MS_REMOUNT | _MS_RDONLY | _MS_NOSUID)
+
+
+def drop_privileges(*, memory_bytes: int, processes: int, file_bytes: int, cpu_s: int) -> None:
+    """Become an ordinary user without capabilities or ways to get any, under resource limits."""
+    if os.getuid() == 0:
+        os.setgroups([])
+        os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+        os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+    else:
+        _clear_capabilities()
+    _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+    _limit(resource.RLIMIT_AS, memory_bytes)
+    _limit(resource.RLIMIT_NPROC, processes)
+    _limit(resource.RLIMIT_FSIZE, file_bytes)
+    _limit(resource.RLIMIT_CPU, cpu_s)
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_NOFILE, 256)
+
+
+def _limit(which: int, value: int) -> None:
+    _, hard = resource.getrlimit(which)
+    capped = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(which, (capped, capped))
+
+
+def _clear_capabilities() -> None:
+    number = _CAPSET.get(os.uname().machine)
+    if number is None:
+        raise SandboxError(f"capset: no system call number for {os.uname().machine}")
+    header = struct.pack("Ii", 0x20080522, 0)
+    _check(_libc.syscall(number, header, bytes(24)), "capset")
+
+
+def die_with_parent() -> None:
+    """Be killed when the parent ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0)
+
+
+def python_prefixes() -> tuple[str, ...]:
+    """Return the interpreter's folders that ``/usr`` does not hold."""
+    folders = {os.path.realpath(sys.base_prefix), os.path.realpath(sys.base_exec_prefix)}
+    return tuple(sorted(folder for folder in folders if not folder.startswith("/usr/")))

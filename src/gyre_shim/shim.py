@@ -1,0 +1,194 @@
+"""The shim of one execution: starts the harness in a sandbox and carries its HTTP to the proxy. Standard library only.
+
+It is a session of its own, so it outlives the driver. While no proxy answers it holds requests; it never fails one.
+Wire format: ``docs/shim-protocol.md``.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from typing import Any
+
+from gyre_shim import sandbox
+from gyre_shim.forward import Forwarder
+
+POLL_S = 0.25
+RECEIPT_GRACE_S = 10.0
+
+
+def run(order: dict[str, Any]) -> int:
+    """Run one execution from start to ``exit.json``; returns the shim's exit status."""
+    started_s = time.monotonic()
+    folder = order["folder"]
+    _write_json(f"{folder}/shim.json", {"pid": os.getpid(), "started": time.time(), "id": order["id"]})
+    try:
+        if order["sandbox"]:
+            sandbox.enter_namespaces()
+        listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        harness = _start_harness(order, listener)
+    except (OSError, sandbox.SandboxError) as error:
+        _write_json(f"{folder}/exit.json", {"status": None, "error": str(error), "timed_out": False, "calls": 0})
+        return 1
+    loop = _Loop(order, listener, harness, started_s)
+    outcome = loop.run()
+    _write_json(f"{folder}/exit.json", outcome)
+    return 0
+
+
+def _write_json(path: str, value: dict[str, Any]) -> None:
+    with open(path + ".part", "w") as file:
+        json.dump(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(path + ".part", path)
+
+
+def _start_harness(order: dict[str, Any], listener: socket.socket) -> int:
+    """Fork the harness: process 1 of its own process namespace."""
+    port = listener.getsockname()[1]
+    child = os.fork()
+    if child:
+        return child
+    status = 70
+    try:
+        listener.close()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if order["sandbox"]:
+            sandbox.die_with_parent()
+            sandbox.enter_root(
+                root=f"{order['folder']}/root",
+                workspace=order["workspace"],
+                python_prefixes=sandbox.python_prefixes(),
+                temporary_bytes=order["disk_bytes"],
+            )
+            sandbox.drop_privileges(
+                memory_bytes=order["memory_bytes"],
+                processes=order["processes"],
+                file_bytes=order["disk_bytes"],
+                cpu_s=int(order["overall_timeout_s"]) + 1,
+            )
+            home = "/tmp"
+        else:
+            os.setsid()
+            os.chdir(order["workspace"])
+            home = order["workspace"]
+        base_url = f"http://127.0.0.1:{port}/v1"
+        status = _run_harness(order, base_url, home)
+    finally:
+        if sys.exc_info()[0] is not None:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _run_harness(order: dict[str, Any], base_url: str, home: str) -> int:
+    """Call a Python harness in this process, or execute a command."""
+    environment = {
+        "HOME": home,
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "LANG": "C.UTF-8",
+        "TZ": "UTC",
+        "OPENAI_BASE_URL": base_url,
+        "OPENAI_API_KEY": "none",
+        "GYRE_BASE_URL": base_url,
+        **{key: value.replace("{base_url}", base_url) for key, value in order["environment"].items()},
+    }
+    if order["module"]:
+        module = importlib.import_module(order["module"])
+        return int(module.run(base_url=base_url, workspace=os.getcwd(), settings=order["settings"]))
+    command = [part.replace("{base_url}", base_url) for part in order["command"]]
+    os.execvpe(command[0], command, environment)
+    return 127
+
+
+class _Loop:
+    """Waits for the harness and forwards meanwhile."""
+
+    def __init__(self, order: dict[str, Any], listener: socket.socket, harness: int, started_s: float) -> None:
+        self._order = order
+        self._harness = harness
+        self._started_s = started_s
+        self._selector = selectors.DefaultSelector()
+        self._forwarder = Forwarder(
+            self._selector, listener, order["socket"], journal=f"{order['folder']}/journal.jsonl", prefix=order["id"]
+        )
+        self._stopping = False
+        reading, writing = os.pipe()
+        os.set_blocking(reading, False)
+        os.set_blocking(writing, False)
+        self._wakeup = reading
+        signal.set_wakeup_fd(writing)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, self._on_terminate)
+        self._selector.register(reading, selectors.EVENT_READ, None)
+
+    def _on_terminate(self, *_: object) -> None:
+        self._stopping = True
+
+    def run(self) -> dict[str, Any]:
+        """Forward until the harness ends or its time is up; return what ``exit.json`` says."""
+        order = self._order
+        timed_out = abandoned = False
+        status: int | None = None
+        while status is None:
+            for key, _ in self._selector.select(POLL_S):
+                if key.fd == self._wakeup:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._wakeup, 4096)
+                else:
+                    self._forwarder.on_ready(key)
+            now_s = time.monotonic()
+            self._forwarder.on_tick(now_s)
+            status = self._ended()
+            if status is None:
+                harness_s = now_s - self._started_s - self._forwarder.held_s(now_s)
+                timed_out = timed_out or harness_s > order["timeout_s"]
+                abandoned = abandoned or self._forwarder.away_s(now_s) > order["hold_s"]
+                if timed_out or abandoned or self._stopping:
+                    self._kill()
+                    status = self._wait()
+        ended_s = time.monotonic()
+        held_s = self._forwarder.held_s(ended_s)
+        self._settle()
+        return {
+            "status": status,
+            "error": "stopped" if self._stopping else "",
+            "timed_out": timed_out,
+            "abandoned": abandoned,
+            "calls": self._forwarder.completed,
+            "wall_s": ended_s - self._started_s,
+            "harness_s": ended_s - self._started_s - held_s,
+        }
+
+    def _ended(self) -> int | None:
+        child, status = os.waitpid(self._harness, os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if child else None
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if self._order["sandbox"]:
+                os.kill(self._harness, signal.SIGKILL)
+            else:
+                os.killpg(self._harness, signal.SIGKILL)
+
+    def _wait(self) -> int:
+        _, status = os.waitpid(self._harness, 0)
+        return os.waitstatus_to_exitcode(status)
+
+    def _settle(self) -> None:
+        """The harness is gone: every open request is hung up; deliver the receipts that are left."""
+        self._forwarder.hang_up_all()
+        deadline_s = time.monotonic() + RECEIPT_GRACE_S
+        while self._forwarder.has_receipts and time.monotonic() < deadline_s:
+            for key, _ in self._selector.select(0.05):
+                if key.fd != self._wakeup:
+                    self._forwarder.on_ready(key)
+            self._forwarder.on_tick(time.monotonic())
