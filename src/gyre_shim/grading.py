@@ -88,7 +88,11 @@ def _graded(order: dict[str, Any], folder: str) -> dict[str, Any]:
                     temporary_bytes=16 * 1024 * 1024,
                 )
                 sandbox.drop_privileges(
-                    memory_bytes=order["memory_bytes"], processes=64, file_bytes=16 * 1024 * 1024, cpu_s=600
+                    user=order["user"],
+                    memory_bytes=order["memory_bytes"],
+                    processes=64,
+                    file_bytes=16 * 1024 * 1024,
+                    cpu_s=600,
                 )
             else:
                 os.chdir(f"{folder}/work")

@@ -24,7 +24,6 @@ _MNT_DETACH = 2
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _CAPSET = {"x86_64": 126, "aarch64": 91}
-_NOBODY = 65534
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SYSTEM_FILES = (
     "/etc/alternatives",
@@ -141,17 +140,21 @@ def _show(root: str, path: str, *, read_only: bool = True) -> None:
         _mount("none", target, "", _MS_BIND | _MS_REMOUNT | _MS_RDONLY | _MS_NOSUID)
 
 
-def drop_privileges(*, memory_bytes: int, processes: int, file_bytes: int, cpu_s: int) -> None:
-    """Become an ordinary user without capabilities or ways to get any, under resource limits."""
+def drop_privileges(*, user: int, memory_bytes: int, processes: int, file_bytes: int, cpu_s: int) -> None:
+    """Become an ordinary user without capabilities or ways to get any, under resource limits.
+
+    As root the process takes the user id ``user``, one for each sandbox: the limit on processes counts by user. An
+    ordinary user keeps its own id, and the limit on processes would count what else it runs, so none is set.
+    """
     if os.getuid() == 0:
         os.setgroups([])
-        os.setresgid(_NOBODY, _NOBODY, _NOBODY)
-        os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+        _limit(resource.RLIMIT_NPROC, processes)
     else:
         _clear_capabilities()
     _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     _limit(resource.RLIMIT_AS, memory_bytes)
-    _limit(resource.RLIMIT_NPROC, processes)
     _limit(resource.RLIMIT_FSIZE, file_bytes)
     _limit(resource.RLIMIT_CPU, cpu_s)
     _limit(resource.RLIMIT_CORE, 0)

@@ -69,6 +69,7 @@ def _start_harness(order: dict[str, Any], listener: socket.socket) -> int:
                 temporary_bytes=order["disk_bytes"],
             )
             sandbox.drop_privileges(
+                user=order["user"],
                 memory_bytes=order["memory_bytes"],
                 processes=order["processes"],
                 file_bytes=order["disk_bytes"],

@@ -1,0 +1,180 @@
+"""One execution from its workspace to the end of its harness."""
+
+import contextlib
+import os
+import shutil
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from opengyre.core.config import Config
+from opengyre.core.errors import HarnessError
+from opengyre.core.types import Task
+from opengyre.execute.launcher import ForkServer, wait_for_file
+
+
+class HarnessEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``exit.json`` of a shim says.
+
+    Example: ``HarnessEnd(status=0, calls=12, wall_s=3.1, harness_s=3.1)``.
+    """
+
+    status: int | None = None
+    """Exit status of the harness, negative for a signal; None if it never started."""
+    error: str = ""
+    timed_out: bool = False
+    abandoned: bool = False
+    calls: int = 0
+    """Answers that reached the harness in full."""
+    wall_s: float = 0.0
+    harness_s: float = 0.0
+
+
+class ShimMark(msgspec.Struct, frozen=True):
+    """Who the shim of an execution is, from ``shim.json``."""
+
+    pid: int
+    started: float
+    id: str
+
+
+@dataclass(frozen=True)
+class HarnessPlan:
+    """How a harness is started.
+
+    Example: ``HarnessPlan(module="gyre_agent.agent", command=(), environment={}, settings={"max_calls": 20})``.
+    """
+
+    module: str
+    """Python module with ``run(base_url, workspace, settings)``, called in the forked process; else empty."""
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    settings: dict[str, Any]
+
+
+class LiveRunner:
+    """Starts executions through the fork server and waits for them.
+
+    Args:
+        config: Limits and timeouts.
+        folder: The run's folder of executions.
+        server: Fork server.
+        plan: The harness.
+        is_sandboxed: False only where the configuration says ``sandbox.kind = "none"``.
+    """
+
+    def __init__(
+        self, config: Config, folder: Path, server: ForkServer, plan: HarnessPlan, *, is_sandboxed: bool
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._server = server
+        self._plan = plan
+        self._is_sandboxed = is_sandboxed
+
+    def workspace(self, execution_id: str) -> Path:
+        """Return the workspace of an execution."""
+        return self._folder / execution_id / "workspace"
+
+    async def run(self, execution_id: str, task: Task, socket_path: Path) -> HarnessEnd:
+        """Run an execution to the end of its harness.
+
+        Raises:
+            HarnessError: The shim went away without saying how it ended.
+            SandboxError: Nothing can be started.
+        """
+        folder = self._folder / execution_id
+        user = self._server.next_user()
+        _prepare(folder, task, user)
+        status = await self._server.launch(self._order(execution_id, folder, socket_path, user))
+        exit_file = folder / "exit.json"
+        if status is None:
+            mark = read_mark(folder)
+            await wait_for_file(exit_file, process_id=mark.pid if mark is not None else 0)
+        if not exit_file.exists():
+            raise HarnessError(f"execution {execution_id}: its shim ended with {status} and wrote no exit.json")
+        return msgspec.json.decode(exit_file.read_bytes(), type=HarnessEnd)
+
+    def _order(self, execution_id: str, folder: Path, socket_path: Path, user: int) -> dict[str, Any]:
+        config = self._config
+        return {
+            "id": execution_id,
+            "kind": "execution",
+            "folder": str(folder),
+            "workspace": str(folder / "workspace"),
+            "log": str(folder / "harness.log"),
+            "socket": str(socket_path),
+            "sandbox": self._is_sandboxed,
+            "user": user,
+            "module": self._plan.module,
+            "command": list(self._plan.command),
+            "environment": self._plan.environment,
+            "settings": self._plan.settings,
+            "memory_bytes": config.sandbox.memory_bytes,
+            "processes": config.sandbox.processes,
+            "disk_bytes": config.sandbox.disk_bytes,
+            "timeout_s": config.harness.timeout_s,
+            "overall_timeout_s": config.harness.overall_timeout_s,
+            "hold_s": config.proxy.hold_s,
+        }
+
+    def stop(self, execution_id: str) -> None:
+        """Ask the shim of an execution to end its harness."""
+        mark = read_mark(self._folder / execution_id)
+        if mark is not None and is_shim(mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(mark.pid, signal.SIGTERM)
+
+    def discard(self, execution_id: str) -> None:
+        """Remove the files of an execution."""
+        shutil.rmtree(self._folder / execution_id, ignore_errors=True)
+
+
+def read_mark(folder: Path) -> ShimMark | None:
+    """Return the shim of an execution's folder, if one was started."""
+    try:
+        return msgspec.json.decode((folder / "shim.json").read_bytes(), type=ShimMark)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def is_shim(mark: ShimMark) -> bool:
+    """Whether the process id still belongs to that shim: same start within two seconds."""
+    try:
+        fields = Path(f"/proc/{mark.pid}/stat").read_text().rpartition(")")[2].split()
+        booted = next(
+            float(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime")
+        )
+    except (OSError, StopIteration):
+        return False
+    started = booted + int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return fields[0] != "Z" and abs(started - mark.started) < 2.0
+
+
+def live_shims(executions: Path) -> list[tuple[str, ShimMark]]:
+    """Return the executions of a run whose shim lives."""
+    found = []
+    for folder in sorted(executions.iterdir()) if executions.is_dir() else ():
+        mark = read_mark(folder)
+        if mark is not None and not (folder / "exit.json").exists() and is_shim(mark):
+            found.append((folder.name, mark))
+    return found
+
+
+def _prepare(folder: Path, task: Task, user: int) -> None:
+    """Make the workspace anew with the task's files, owned by the sandbox's user."""
+    shutil.rmtree(folder, ignore_errors=True)
+    workspace = folder / "workspace"
+    workspace.mkdir(parents=True)
+    (folder / "root").mkdir()
+    for name, text in task.files.items():
+        path = workspace / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    if os.getuid() == 0:
+        os.chown(workspace, user, user)
+        for path in workspace.rglob("*"):
+            os.chown(path, user, user)

@@ -1,0 +1,147 @@
+"""Scoring: grade the retained workspace of an execution in a clean sandbox and turn the result into an outcome."""
+
+import asyncio
+import hashlib
+import os
+import shutil
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from opengyre.core.errors import SandboxError
+from opengyre.core.types import EvaluationFailed, NoArtifact, Outcome, Scored, Task
+from opengyre.execute.launcher import ForkServer
+
+
+class GradeResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What the grader wrote.
+
+    Example: ``GradeResult(grader="gyre-grade-1", tests={"amber::zoom": "passed"})``.
+    """
+
+    grader: str = ""
+    tests: dict[str, str] = {}
+    tampering: list[str] = []
+    uncanaried: list[str] = []
+    error: str = ""
+    refused: list[str] = []
+
+
+class SandboxedEvaluator:
+    """Grades workspaces; implements ``core.protocols.Evaluator``.
+
+    Args:
+        server: Fork server that starts the graders.
+        scratch: Folder for copies of workspaces.
+        workers: Gradings at once.
+        is_sandboxed: False only where the configuration says so.
+        memory_bytes: Limit of a candidate's process.
+    """
+
+    def __init__(
+        self, server: ForkServer, scratch: Path, *, workers: int, is_sandboxed: bool, memory_bytes: int
+    ) -> None:
+        self._server = server
+        self._scratch = scratch
+        self._room = asyncio.Semaphore(workers)
+        self._is_sandboxed = is_sandboxed
+        self._memory_bytes = memory_bytes
+        self._known: dict[str, GradeResult] = {}
+        self._number = 0
+        scratch.mkdir(parents=True, exist_ok=True)
+
+    async def evaluate(self, task: Task, workspace: Path, *, timed_out: bool) -> Outcome:
+        """Return the outcome of a workspace.
+
+        Identical artifacts of one task are graded once.
+        """
+        artifacts = find_artifacts(task, workspace)
+        if not artifacts:
+            reason = "harness timeout, no artifact" if timed_out else "no artifact"
+            return NoArtifact(reason=reason, total=len(task.test_ids))
+        key = _fingerprint(task, workspace)
+        result = self._known.get(key)
+        if result is None:
+            async with self._room:
+                result = await self._grade(task, workspace)
+            if not result.error:
+                self._known[key] = result
+        return outcome_of(task, result, timed_out=timed_out)
+
+    async def _grade(self, task: Task, workspace: Path) -> GradeResult:
+        self._number += 1
+        name = f"grading-{os.getpid()}-{self._number}"
+        result_path = self._scratch / f"{name}.json"
+        try:
+            status = await self._server.launch(self._order(name, task, workspace, result_path))
+            if status is None or not result_path.exists():
+                return GradeResult(error=f"the grading process ended with {status} and no result")
+            return msgspec.json.decode(result_path.read_bytes(), type=GradeResult)
+        except (SandboxError, msgspec.DecodeError, OSError) as error:
+            return GradeResult(error=str(error))
+        finally:
+            result_path.unlink(missing_ok=True)
+
+    def _order(self, name: str, task: Task, workspace: Path, result_path: Path) -> dict[str, Any]:
+        return {
+            "id": name,
+            "kind": "grading",
+            "workspace": str(workspace),
+            "scratch": str(self._scratch),
+            "result": str(result_path),
+            "log": str(self._scratch / "grading.log"),
+            "hidden_files": task.hidden_files,
+            "test_files": sorted(task.hidden_files),
+            "limit_s": task.scoring_limit_s,
+            "sandbox": self._is_sandboxed,
+            "user": self._server.next_user(),
+            "memory_bytes": self._memory_bytes,
+        }
+
+    def close(self) -> None:
+        """Remove the scratch folder."""
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def find_artifacts(task: Task, workspace: Path) -> list[Path]:
+    """Return the regular files of the workspace that match the task's artifact patterns and are not its own files."""
+    found = []
+    for path in sorted(workspace.rglob("*")):
+        name = path.relative_to(workspace).as_posix()
+        is_plain = path.is_file() and not path.is_symlink()
+        if is_plain and name not in task.files and any(fnmatch(name, pattern) for pattern in task.artifact):
+            found.append(path)
+    return found
+
+
+def outcome_of(task: Task, result: GradeResult, *, timed_out: bool) -> Outcome:
+    """Return the outcome of a grading: reward = passed / frozen total, missing tests failed.
+
+    >>> task = Task(task_id="t", format="minirepo", instruction="", test_ids=("a::f", "a::g"))
+    >>> outcome_of(task, GradeResult(tests={"a::f": "passed"}), timed_out=False).reward
+    0.5
+    """
+    if result.error:
+        return EvaluationFailed(reason=result.error)
+    tests = {test: result.tests.get(test, "missing") for test in task.test_ids}
+    passed = sum(verdict == "passed" for verdict in tests.values())
+    return Scored(
+        reward=passed / max(1, len(tests)),
+        passed=passed,
+        total=len(tests),
+        timed_out=timed_out,
+        reason="tampering" if result.tampering else "",
+        tests=tests,
+    )
+
+
+def _fingerprint(task: Task, workspace: Path) -> str:
+    """Return a hash of task and workspace files."""
+    digest = hashlib.blake2b(task.task_id.encode(), digest_size=16)
+    digest.update(msgspec.json.encode((task.test_ids, task.grader), order="deterministic"))
+    for path in sorted(workspace.rglob("*")):
+        if path.is_file() and not path.is_symlink():
+            digest.update(path.relative_to(workspace).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
