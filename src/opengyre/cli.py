@@ -12,7 +12,10 @@ from typing import NoReturn
 from opengyre import __version__
 from opengyre.core.errors import GyreError, InputError
 
-COMMANDS: dict[str, tuple[str, str]] = {}
+COMMANDS: dict[str, tuple[str, str]] = {
+    "train": ("opengyre.run.train", "train a policy by online RL on executions of a harness"),
+    "warmstart": ("opengyre.run.warmstart", "make the embedded policy that a run starts from"),
+}
 """Name to (module, summary); the module has ``add_arguments(parser)`` and ``main(arguments) -> int``.
 
 Choice: modules are named, not imported, so that ``opengyre doctor`` does not load torch to say that torch is absent.

@@ -90,9 +90,9 @@ class LocalCell:
         """Serve new calls with this version and keep the pinned ones; returns the calls in flight."""
         return await self._ask(wire.LoadWeights(weights=weights, pinned=tuple(pinned)), int)
 
-    async def switch(self, mode: Mode, weights: WeightsRef) -> None:
+    async def switch(self, mode: Mode, weights: WeightsRef, *, pinned: Sequence[WeightsRef] = ()) -> None:
         """Change mode; to training the live calls are handed over first."""
-        await self._ask(wire.Switch(mode=mode, weights=weights), type(None))
+        await self._ask(wire.Switch(mode=mode, weights=weights, pinned=tuple(pinned)), type(None))
 
     async def run_micro_step(self, micro_step_id: str, rows: Sequence[Row], *, step: int) -> MicroStepResult:
         """Forward-backward; adds to the cell's gradient sum of the step."""

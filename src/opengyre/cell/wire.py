@@ -81,10 +81,11 @@ class LoadWeights(_Request, frozen=True, kw_only=True, eq=False):
 
 
 class Switch(_Request, frozen=True, kw_only=True, eq=False):
-    """Change mode."""
+    """Change mode; ``pinned`` versions are loaded beside the current one."""
 
     mode: Mode
     weights: WeightsRef
+    pinned: tuple[WeightsRef, ...] = ()
 
 
 class RunMicroStep(_Request, frozen=True, kw_only=True, eq=False):

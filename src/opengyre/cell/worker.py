@@ -100,18 +100,26 @@ class Cell:
             _, parameters = read_version(weights)
             self.trainer.load(weights.version, parameters, keep_versions=self.settings.keep_versions)
 
-    def switch(self, mode: Mode, weights: WeightsRef) -> None:
+    def switch(self, mode: Mode, weights: WeightsRef, pinned: tuple[WeightsRef, ...]) -> None:
         """Change mode; the calls have been handed over before."""
         if mode is Mode.TRAINING:
             if not self.engine.is_idle:
                 raise InvariantError(f"cell {self.cell_id} was to train with {self.engine.running} live calls")
             self._load_training(weights)
             self.engine.clear_cache()
-        elif weights.version not in self.engine.versions:
-            _, parameters = read_version(weights)
-            keep = self.engine.versions
-            self.engine.set_version(weights.version, self._for_rollout(parameters), keep=keep)
+        else:
+            self._serve(weights, pinned)
         self.mode = mode
+
+    def _serve(self, weights: WeightsRef, pinned: tuple[WeightsRef, ...]) -> None:
+        """Make a version current and the pinned ones resident."""
+        for reference in pinned:
+            if reference.version not in self.engine.versions:
+                self.engine.add_version(reference.version, self._for_rollout(read_version(reference)[1]))
+        if weights.version != self.engine.current:
+            _, parameters = read_version(weights)
+            keep = [reference.version for reference in pinned]
+            self.engine.set_version(weights.version, self._for_rollout(parameters), keep=keep)
 
     def hand_in_gradient(self, step: int) -> str:
         """Write the gradient sum to the shared folder."""
@@ -242,10 +250,10 @@ class Worker:
         match request:
             case LoadWeights(weights=weights, pinned=pinned):
                 return cell.load_weights(weights, pinned)
-            case Switch(mode=mode, weights=weights):
+            case Switch(mode=mode, weights=weights, pinned=pinned):
                 if mode is Mode.TRAINING:
                     self._hand_over(cell)
-                cell.switch(mode, weights)
+                cell.switch(mode, weights, pinned)
             case Release(execution_id=execution_id):
                 cell.engine.release(execution_id)
             case Status():

@@ -105,8 +105,12 @@ class CellClient(Protocol):
         """Serve new calls with this version and keep the pinned ones; returns the calls that were in flight."""
         ...
 
-    async def switch(self, mode: Mode, weights: WeightsRef) -> None:
-        """Change mode; to training: live calls are handed over first, then the training weights are loaded."""
+    async def switch(self, mode: Mode, weights: WeightsRef, *, pinned: Sequence[WeightsRef] = ()) -> None:
+        """Change mode.
+
+        To training: live calls are handed over first, then the training weights are loaded. To rollout: the pinned
+        versions are made resident beside ``weights``.
+        """
         ...
 
     async def run_micro_step(self, micro_step_id: str, rows: Sequence[Row], *, step: int) -> MicroStepResult:

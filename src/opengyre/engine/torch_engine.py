@@ -150,6 +150,11 @@ class TorchEngine:
         self._versions[version] = parameters
 
     @property
+    def current(self) -> int:
+        """Version that new calls get unless they are pinned."""
+        return self._current
+
+    @property
     def versions(self) -> tuple[int, ...]:
         """Resident versions."""
         return tuple(self._versions)

@@ -19,7 +19,7 @@ import msgspec
 from opengyre.core.arrays import decode_array, encode_array
 from opengyre.core.errors import FileError, InvariantError, RunError
 from opengyre.core.records import Record
-from opengyre.core.types import Call, Delivered, Execution, Outcome, Role
+from opengyre.core.types import Call, Delivered, Dropped, Execution, Outcome, Role
 
 FILE_NAME = "ledger.sqlite"
 SCHEMA_VERSION = 1
@@ -27,11 +27,13 @@ GROUPING_S = 0.005
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE calls (
-    execution_id TEXT NOT NULL, seq INTEGER NOT NULL, request_id TEXT NOT NULL, body BLOB NOT NULL,
-    PRIMARY KEY (execution_id, seq)) WITHOUT ROWID;
+    execution_id TEXT NOT NULL, seq INTEGER NOT NULL, request_id TEXT NOT NULL, sampled_tokens INTEGER NOT NULL,
+    body BLOB NOT NULL, PRIMARY KEY (execution_id, seq)) WITHOUT ROWID;
 CREATE TABLE answers (
     execution_id TEXT NOT NULL, request_id TEXT NOT NULL, answer BLOB NOT NULL,
-    delivered TEXT NOT NULL DEFAULT 'unknown', sent_bytes INTEGER NOT NULL DEFAULT 0,
+    PRIMARY KEY (execution_id, request_id)) WITHOUT ROWID;
+CREATE TABLE receipts (
+    execution_id TEXT NOT NULL, request_id TEXT NOT NULL, delivered TEXT NOT NULL, sent_bytes INTEGER NOT NULL,
     PRIMARY KEY (execution_id, request_id)) WITHOUT ROWID;
 CREATE TABLE roles (execution_id TEXT NOT NULL, call_id TEXT NOT NULL, role TEXT NOT NULL, evidence TEXT NOT NULL,
     PRIMARY KEY (execution_id, call_id)) WITHOUT ROWID;
@@ -141,25 +143,28 @@ class Ledger:
     async def commit(self, calls: Sequence[Call], answer: bytes) -> None:
         """Store the calls of one request durably."""
         statements: list[_Statement] = [
-            ("INSERT INTO calls VALUES (?, ?, ?, ?)", (c.execution_id, c.seq, c.request_id, _ENCODER.encode(c)))
+            (
+                "INSERT INTO calls VALUES (?, ?, ?, ?, ?)",
+                (c.execution_id, c.seq, c.request_id, len(c.output), _ENCODER.encode(c)),
+            )
             for c in calls
         ]
         first = calls[0]
         statements.append(
             (
-                "INSERT INTO answers (execution_id, request_id, answer) VALUES (?, ?, ?)",
+                "INSERT INTO answers VALUES (?, ?, ?)",
                 (first.execution_id, first.request_id, answer),
             )
         )
         await self._write(statements)
 
     async def record_delivery(self, execution_id: str, request_id: str, delivered: Delivered, sent_bytes: int) -> None:
-        """Store what the shim's journal says of an answer."""
+        """Store what the shim's journal says of an answer; the receipt may come before the call is committed."""
         await self._write(
             [
                 (
-                    "UPDATE answers SET delivered = ?, sent_bytes = ? WHERE execution_id = ? AND request_id = ?",
-                    (delivered.value, sent_bytes, execution_id, request_id),
+                    "INSERT OR REPLACE INTO receipts VALUES (?, ?, ?, ?)",
+                    (execution_id, request_id, delivered.value, sent_bytes),
                 )
             ]
         )
@@ -233,7 +238,7 @@ class Ledger:
     def read_calls(self, execution_id: str) -> list[Call]:
         """Return the calls of an execution in order of ``seq``, with receipts and revised roles applied."""
         receipts = dict(
-            self._reader.execute("SELECT request_id, delivered FROM answers WHERE execution_id = ?", (execution_id,))
+            self._reader.execute("SELECT request_id, delivered FROM receipts WHERE execution_id = ?", (execution_id,))
         )
         revised = {
             call_id: (Role(role), evidence)
@@ -253,12 +258,18 @@ class Ledger:
 
     def delivery_counts(self) -> dict[str, int]:
         """Return how many requests are complete, hung up and unknown."""
-        return dict(self._reader.execute("SELECT delivered, COUNT(*) FROM answers GROUP BY delivered").fetchall())
+        rows = self._reader.execute(
+            "SELECT COALESCE(receipts.delivered, 'unknown'), COUNT(*) FROM answers LEFT JOIN receipts "
+            "USING (execution_id, request_id) GROUP BY 1"
+        )
+        return {"complete": 0, "hung_up": 0, "unknown": 0, **dict(rows.fetchall())}
 
-    def call_count(self, execution_id: str) -> int:
-        """Return how many calls of an execution are committed."""
-        row = self._reader.execute("SELECT COUNT(*) FROM calls WHERE execution_id = ?", (execution_id,)).fetchone()
-        return int(row[0])
+    def call_totals(self, execution_id: str) -> tuple[int, int]:
+        """Return how many calls of an execution are committed, and their sampled tokens."""
+        row = self._reader.execute(
+            "SELECT COUNT(*), COALESCE(SUM(sampled_tokens), 0) FROM calls WHERE execution_id = ?", (execution_id,)
+        ).fetchone()
+        return int(row[0]), int(row[1])
 
     def executions(self) -> list[Execution]:
         """Return all executions in order of their ids."""
@@ -269,6 +280,15 @@ class Ledger:
         """Return the outcome of each execution that has one."""
         rows = self._reader.execute("SELECT execution_id, body FROM outcomes")
         return {execution_id: _OUTCOMES.decode(body) for execution_id, body in rows}
+
+    def outcome(self, execution_id: str) -> Outcome | None:
+        """Return the outcome of one execution."""
+        row = self._reader.execute("SELECT body FROM outcomes WHERE execution_id = ?", (execution_id,)).fetchone()
+        return None if row is None else _OUTCOMES.decode(row[0])
+
+    def drop_reasons(self) -> list[str]:
+        """Return why executions were dropped."""
+        return [outcome.reason for outcome in self.outcomes().values() if isinstance(outcome, Dropped)]
 
     def events(self) -> Iterator[LoggedEvent]:
         """Yield the scheduler's log in order."""

@@ -140,6 +140,26 @@ class Scheduler:
         return tuple(group.group_id for group in self._groups.values() if group.step == self._step)
 
     @property
+    def pending_groups(self) -> tuple[int, ...]:
+        """Training groups that are dispatched and not consumed."""
+        return tuple(group.group_id for group in self._groups.values() if group.kind is Kind.TRAIN)
+
+    @property
+    def publishing(self) -> int | None:
+        """The version that was ordered to be published and is not yet."""
+        return self._publishing
+
+    def unreported(self, group_id: int) -> tuple[bool, frozenset[str]]:
+        """Return whether a group was reported complete, and which of its micro-steps are known."""
+        group = self._groups[group_id]
+        return group.is_complete, frozenset(group.micro_steps)
+
+    @property
+    def spent_groups(self) -> int:
+        """Consumed groups with fewer than two valid slots."""
+        return self._spent
+
+    @property
     def live_cells(self) -> tuple[int, ...]:
         """Cells that are not lost."""
         return tuple(self._cells)

@@ -1,0 +1,280 @@
+"""Builds the objects of a live run from its folder and configuration."""
+
+import asyncio
+import importlib.metadata
+import os
+import platform
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from random import Random
+
+import msgspec
+
+from opengyre.algorithm.loss import LossSettings
+from opengyre.cell.client import LocalCell
+from opengyre.cell.wire import CellSettings
+from opengyre.core.cells import WeightsRef
+from opengyre.core.config import Config
+from opengyre.core.errors import ConfigError
+from opengyre.core.events import Event
+from opengyre.core.records import RunRecord
+from opengyre.core.types import Kind, Task
+from opengyre.execute.launcher import ForkServer
+from opengyre.execute.live import HarnessPlan, LiveRunner
+from opengyre.execute.scoring import SandboxedEvaluator
+from opengyre.ledger.ledger import Ledger
+from opengyre.model.chat import EmbeddedRenderer
+from opengyre.model.tokenizer import EmbeddedTokenizer
+from opengyre.proxy.server import Proxy
+from opengyre.run.cell_desk import CellDesk, shared_folder
+from opengyre.run.clock import RunClock
+from opengyre.run.driver import Driver
+from opengyre.run.execution_desk import ExecutionDesk
+from opengyre.run.folder import RunFolder
+from opengyre.run.groups import GroupBook
+from opengyre.run.router import CellRouter
+from opengyre.run.training_desk import TrainingDesk
+from opengyre.run.warmstart import TOKENIZER
+from opengyre.schedule.scheduler import EVALUATION_STRIDE, Scheduler
+from opengyre.schedule.settings import ScheduleSettings
+from opengyre.tasks.minirepo.tasks import minirepo_task
+from opengyre.train.trainer import OptimizerSettings
+
+CORE = 0
+
+
+@dataclass
+class LiveRun:
+    """A built run: the driver and what has to be started and stopped around it."""
+
+    folder: RunFolder
+    ledger: Ledger
+    driver: Driver
+    server: ForkServer
+    evaluator: SandboxedEvaluator
+    gradients: Path
+
+    async def start(self) -> None:
+        """Start fork server, proxy and cells."""
+        await asyncio.gather(self.server.start(), self.driver.executions.proxy.start(), self.driver.cells.start())
+
+    async def stop(self) -> None:
+        """Stop everything; executions that live are ended."""
+        runner = self.driver.executions.runner
+        for execution_id in self.driver.scheduler.open_executions():
+            runner.stop(execution_id)
+        await self.driver.cells.stop()
+        await self.driver.executions.proxy.stop()
+        await self.server.stop()
+        self.evaluator.close()
+        shutil.rmtree(self.gradients, ignore_errors=True)
+
+
+def schedule_settings(config: Config) -> ScheduleSettings:
+    """Return the scheduler's part of a configuration."""
+    schedule, evaluation = config.schedule, config.evaluation
+    return ScheduleSettings(
+        cells=tuple(range(config.cells.count)),
+        steps=config.run.steps,
+        batch_groups=schedule.batch_groups,
+        group_size=schedule.group_size,
+        overlap=schedule.overlap,
+        burst=schedule.burst,
+        core=CORE,
+        rule=schedule.rule,
+        theta=schedule.theta,
+        floor=schedule.floor,
+        queue=schedule.queue,
+        training_cells=schedule.training_cells,
+        streaming=schedule.streaming,
+        ahead=schedule.ahead,
+        dispatch_on=schedule.dispatch_on,
+        redispatch=schedule.redispatch,
+        evaluate_at=tuple(sorted({min(version, config.run.steps) for version in evaluation.at})),
+        evaluation_tasks=evaluation.tasks,
+        evaluate_greedy=evaluation.greedy,
+    )
+
+
+def task_source(config: Config) -> Callable[[Kind, int], Task]:
+    """Return which task a group of a kind gets: a function of its number and the run's seed.
+
+    Raises:
+        ConfigError: The source is not known.
+    """
+    if config.tasks.source != "minirepo":
+        raise ConfigError(f"tasks.source = {config.tasks.source!r}: expected 'minirepo' or a folder of tasks")
+    order = list(range(config.tasks.train_count))
+    Random(f"tasks-{config.run.seed}").shuffle(order)
+
+    def task_of(kind: Kind, group_id: int) -> Task:
+        if kind.is_evaluation:
+            return minirepo_task("heldout", group_id % EVALUATION_STRIDE)
+        return minirepo_task("train", order[group_id % len(order)])
+
+    return task_of
+
+
+def cell_settings(
+    config: Config, folder: RunFolder, gradients: Path, *, incarnation: int, is_core: bool
+) -> CellSettings:
+    """Return what a cell process is told."""
+    algorithm, train = config.algorithm, config.train
+    optimizer = OptimizerSettings(
+        learning_rate=train.learning_rate,
+        beta1=train.beta1,
+        beta2=train.beta2,
+        weight_decay=train.weight_decay,
+        gradient_clip=train.gradient_clip,
+    )
+    return CellSettings(
+        slots=4 * config.cells.max_running,
+        max_running=config.cells.max_running,
+        kv_tokens=config.cells.kv_tokens,
+        context_tokens=config.policy.context_tokens,
+        device=config.cells.device,
+        dtype=config.cells.dtype,
+        keep_versions=keep_versions(config),
+        drain=config.rollout.publish == "drain",
+        loss=LossSettings(
+            importance=algorithm.importance,
+            importance_cap=algorithm.importance_cap,
+            importance_floor=algorithm.importance_floor,
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+        ),
+        optimizer=optimizer if is_core else None,
+        weights_folder=str(folder.weights),
+        optimizer_folder=str(folder.optimizer),
+        gradient_folder=str(gradients),
+        incarnation=incarnation,
+    )
+
+
+def keep_versions(config: Config) -> int:
+    """Return how many versions can still be needed: the staleness window and the one being made."""
+    return config.schedule.overlap + config.schedule.burst + 1
+
+
+def harness_plan(config: Config) -> HarnessPlan:
+    """Return how the configured harness is started.
+
+    Raises:
+        ConfigError: No harness of that name is shipped.
+    """
+    if config.harness.name != "gyre-agent":
+        raise ConfigError(f"harness.name = {config.harness.name!r}: expected 'gyre-agent'")
+    settings = {"max_calls": config.harness.max_calls, **config.harness.options}
+    return HarnessPlan(module="gyre_agent.agent", command=(), environment={}, settings=settings)
+
+
+def build_run(
+    folder: RunFolder,
+    ledger: Ledger,
+    *,
+    incarnation: int,
+    clock: RunClock,
+    on_change: Callable[[Driver, Event], None],
+) -> LiveRun:
+    """Build a run; ``driver.cells.versions`` still has to be filled.
+
+    Raises:
+        ConfigError: The configuration names what is not there.
+    """
+    config = folder.config
+    scheduler = Scheduler(schedule_settings(config))
+    inbox: asyncio.Queue[Event] = asyncio.Queue()
+    renderer = EmbeddedRenderer(EmbeddedTokenizer.load(folder.path / TOKENIZER))
+    router = CellRouter(kv_capacity=config.cells.kv_tokens, clock=clock)
+    gradients = shared_folder(folder.sockets)
+    is_sandboxed = config.sandbox.kind != "none"
+    cells = CellDesk(
+        {
+            cell_id: LocalCell(
+                cell_id,
+                cell_settings(config, folder, gradients, incarnation=incarnation, is_core=cell_id == CORE),
+            )
+            for cell_id in range(config.cells.count)
+        },
+        core=CORE,
+        router=router,
+        ledger=ledger,
+        clock=clock,
+        post=inbox.put_nowait,
+        optimizer_folder=folder.optimizer,
+    )
+    proxy = Proxy(
+        engine=router,
+        store=ledger,
+        renderer=renderer,
+        clock=clock,
+        body_limit_bytes=config.proxy.body_limit_bytes,
+    )
+    server = ForkServer(folder.path / "forkserver.log")
+    evaluator = SandboxedEvaluator(
+        server,
+        folder.path / "scoring",
+        workers=config.evaluation.workers,
+        is_sandboxed=is_sandboxed,
+        memory_bytes=config.sandbox.memory_bytes,
+    )
+    executions = ExecutionDesk(
+        config=config,
+        runner=LiveRunner(config, folder.executions, server, harness_plan(config), is_sandboxed=is_sandboxed),
+        evaluator=evaluator,
+        proxy=proxy,
+        router=router,
+        ledger=ledger,
+        clock=clock,
+        post=inbox.put_nowait,
+        sockets=folder.sockets,
+    )
+    training = TrainingDesk(
+        cells=cells,
+        ledger=ledger,
+        clock=clock,
+        post=inbox.put_nowait,
+        modes=scheduler.mode,
+        incarnation=incarnation,
+        keep_versions=keep_versions(config),
+    )
+    driver = Driver(
+        config=config,
+        scheduler=scheduler,
+        ledger=ledger,
+        book=GroupBook(group_size=config.schedule.group_size),
+        cells=cells,
+        executions=executions,
+        training=training,
+        task_of=task_source(config),
+        clock=clock,
+        inbox=inbox,
+        on_change=on_change,
+    )
+    return LiveRun(folder, ledger, driver, server, evaluator, gradients)
+
+
+def run_record(config: Config, *, incarnation: int, now_s: float) -> RunRecord:
+    """Return the record of a start."""
+    packages = ("opengyre", "torch", "numpy", "aiohttp", "msgspec", "tokenizers")
+    return RunRecord(
+        incarnation=incarnation,
+        started_s=now_s,
+        wall_clock=datetime.now(UTC).isoformat(timespec="seconds"),
+        cells=config.cells.count,
+        config=msgspec.json.encode(config).decode(),
+        versions={
+            "python": platform.python_version(),
+            "cores": str(os.cpu_count()),
+            **{name: importlib.metadata.version(name) for name in packages},
+        },
+    )
+
+
+def weights_of(ledger: Ledger, version: int) -> WeightsRef | None:
+    """Return the reference to a version that was made before, if it is known."""
+    text = ledger.meta(f"weights-{version}")
+    return None if text is None else msgspec.json.decode(text, type=WeightsRef)
