@@ -76,8 +76,14 @@ class LocalCell:
         )
 
     async def generate(self, request: GenerateRequest, *, kv_path: str = "") -> Generation | HandedOver:
-        """Sample a call here until it ends or the cell leaves rollout mode."""
-        reply = await self._send(wire.Generate(request=request, kv_path=kv_path))
+        """Sample a call here until it ends or the cell leaves rollout mode; cancelling it frees its place there."""
+        try:
+            reply = await self._send(wire.Generate(request=request, kv_path=kv_path))
+        except asyncio.CancelledError:
+            if self._writer is not None and not self.lost.is_set():
+                self._number += 1
+                self._writer.write(wire.encode_request(self._number, wire.Abort(call_id=request.call_id)))
+            raise
         if reply.kind == "handed_over":
             return wire.decode_body(reply.body, HandedOver)
         return wire.decode_body(reply.body, Generation)

@@ -44,6 +44,10 @@ class CellSettings(msgspec.Struct, frozen=True, kw_only=True):
     optimizer_folder: str
     gradient_folder: str
     incarnation: int
+    drain_s: float = 600.0
+    """With ``drain``: calls in flight at a publication go on with the new weights after so long."""
+    kv_folder: str = ""
+    """Where keys and values of handed-over calls go; empty: they are computed again by the next cell."""
 
 
 class _Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, eq=False):
@@ -65,6 +69,12 @@ class Generate(_Request, frozen=True, kw_only=True, eq=False):
 
     request: GenerateRequest
     kv_path: str = ""
+
+
+class Abort(_Request, frozen=True, kw_only=True, eq=False):
+    """Nobody waits for a call any more."""
+
+    call_id: str
 
 
 class Release(_Request, frozen=True, kw_only=True, eq=False):
@@ -127,6 +137,7 @@ class Stop(_Request, frozen=True, kw_only=True, eq=False):
 Request = (
     Start
     | Generate
+    | Abort
     | Release
     | LoadWeights
     | Switch

@@ -11,11 +11,13 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
 from opengyre.cell.wire import (
+    Abort,
     CellSettings,
     CloseStep,
     Failure,
@@ -37,6 +39,8 @@ from opengyre.cell.wire import (
 from opengyre.core.cells import CellStatus, StepResult, WeightsRef
 from opengyre.core.errors import FileError, GyreError, InvariantError, RunError
 from opengyre.core.events import Mode
+from opengyre.core.protocols import Generation
+from opengyre.engine.moved import take_moved
 from opengyre.engine.torch_engine import TorchEngine
 from opengyre.model.decoder import Parameters
 from opengyre.model.weights import read_version, write_version
@@ -58,6 +62,9 @@ class Cell:
         self.settings: CellSettings = settings
         self.mode = Mode.ROLLOUT
         self.busy_s = 0.0
+        self._served = {reference.version: reference.checksum for reference in (start.weights, *start.pinned)}
+        self._drain_ends_s: float | None = None
+        self._asked_s, self._asked_tokens = time.monotonic(), 0
         config, parameters = read_version(start.weights)
         self._dtype = _DTYPES[settings.dtype]
         self.engine = TorchEngine(
@@ -89,11 +96,20 @@ class Cell:
         if self.mode is Mode.TRAINING:
             self._load_training(weights)
             return 0
-        _, parameters = read_version(weights)
-        self.trainer.note_version(weights.version, parameters, keep_versions=self.settings.keep_versions)
-        return self.engine.set_version(
-            weights.version, self._for_rollout(parameters), keep=pinned, drain=self.settings.drain
-        )
+        in_flight = self._make_current(weights, keep=pinned, drain=self.settings.drain)
+        if self.settings.drain and in_flight:
+            self._drain_ends_s = time.monotonic() + self.settings.drain_s
+        return in_flight
+
+    def step(self) -> list[tuple[str, Generation]]:
+        """One step of the engine."""
+        started_s = time.monotonic()
+        if self._drain_ends_s is not None and started_s > self._drain_ends_s:
+            self._drain_ends_s = None
+            self.engine.end_drain()
+        ended = self.engine.step()
+        self.busy_s += time.monotonic() - started_s
+        return ended
 
     def _load_training(self, weights: WeightsRef) -> None:
         if self.trainer.version != weights.version:
@@ -114,12 +130,24 @@ class Cell:
     def _serve(self, weights: WeightsRef, pinned: tuple[WeightsRef, ...]) -> None:
         """Make a version current and the pinned ones resident."""
         for reference in pinned:
-            if reference.version not in self.engine.versions:
+            if not self._is_resident(reference):
                 self.engine.add_version(reference.version, self._for_rollout(read_version(reference)[1]))
-        if weights.version != self.engine.current:
-            _, parameters = read_version(weights)
-            keep = [reference.version for reference in pinned]
-            self.engine.set_version(weights.version, self._for_rollout(parameters), keep=keep)
+                self._served[reference.version] = reference.checksum
+        self._make_current(weights, keep=[reference.version for reference in pinned], drain=False)
+
+    def _make_current(self, weights: WeightsRef, *, keep: Iterable[int], drain: bool) -> int:
+        """Serve a version from now on; returns the calls in flight. One that is resident is not read again."""
+        parameters = self.engine.parameters(weights.version) if self._is_resident(weights) else None
+        if parameters is None:
+            _, read = read_version(weights)
+            self.trainer.note_version(weights.version, read, keep_versions=self.settings.keep_versions)
+            parameters = self._for_rollout(read)
+            self._served[weights.version] = weights.checksum
+        return self.engine.set_version(weights.version, parameters, keep=keep, drain=drain)
+
+    def _is_resident(self, reference: WeightsRef) -> bool:
+        is_same = self._served.get(reference.version) == reference.checksum
+        return is_same and reference.version in self.engine.versions
 
     def hand_in_gradient(self, step: int) -> str:
         """Write the gradient sum to the shared folder."""
@@ -150,15 +178,19 @@ class Cell:
         return StepResult(weights=weights, gradient_norm=norm, empty=empty, seconds=time.monotonic() - started_s)
 
     def status(self) -> CellStatus:
-        """Return the present load."""
+        """Return the present load; the token rate is that since the last question."""
         counters = self.engine.counters
+        now_s = time.monotonic()
+        elapsed_s = max(now_s - self._asked_s, 1e-3)
+        rate = (counters.sampled_tokens - self._asked_tokens) / elapsed_s
+        self._asked_s, self._asked_tokens = now_s, counters.sampled_tokens
         return CellStatus(
             cell_id=self.cell_id,
             mode=self.mode,
             running=self.engine.running,
             queued=self.engine.queued,
             kv_tokens=self.engine.kv_tokens,
-            tokens_per_s=0.0,
+            tokens_per_s=rate,
             sampled_tokens=counters.sampled_tokens,
             prefilled_tokens=counters.prefilled_tokens,
             busy_s=self.busy_s,
@@ -195,10 +227,7 @@ class Worker:
                 self._step(self._cell)
 
     def _step(self, cell: Cell) -> None:
-        started_s = time.monotonic()
-        ended = cell.engine.step()
-        cell.busy_s += time.monotonic() - started_s
-        for call_id, generation in ended:
+        for call_id, generation in cell.step():
             self._send(encode_reply(self._calls.pop(call_id), "done", generation))
 
     def _send(self, frame: bytes) -> None:
@@ -217,7 +246,7 @@ class Worker:
             failure = Failure(error=type(error).__name__, message=str(error))
             self._send(encode_reply(numbered.number, "failed", failure))
             return True
-        if not isinstance(request, Generate):
+        if not isinstance(request, Generate | Abort):
             self._send(encode_reply(numbered.number, "done", body))
         return True
 
@@ -242,7 +271,8 @@ class Worker:
     def _submit(self, cell: Cell, number: int, request: Generate) -> None:
         if cell.mode is not Mode.ROLLOUT:
             raise InvariantError(f"call {request.request.call_id} came to cell {cell.cell_id} in mode {cell.mode}")
-        cell.engine.submit(request.request)
+        moved = take_moved(Path(request.kv_path)) if request.kv_path else None
+        cell.engine.submit(request.request, moved=moved)
         self._calls[request.request.call_id] = number
 
     def _work(self, cell: Cell, request: object) -> object:
@@ -254,6 +284,8 @@ class Worker:
                 if mode is Mode.TRAINING:
                     self._hand_over(cell)
                 cell.switch(mode, weights, pinned)
+            case Abort(call_id=call_id):
+                cell.engine.abort(call_id)
             case Release(execution_id=execution_id):
                 cell.engine.release(execution_id)
             case Status():
@@ -280,7 +312,8 @@ class Worker:
                 raise InvariantError(f"a cell does not know {type(request).__name__}")
 
     def _hand_over(self, cell: Cell) -> None:
-        for call_id, partial in cell.engine.hand_over():
+        folder = Path(cell.settings.kv_folder) if cell.settings.kv_folder else None
+        for call_id, partial in cell.engine.hand_over(folder):
             self._send(encode_reply(self._calls.pop(call_id), "handed_over", partial))
 
 

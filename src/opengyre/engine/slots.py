@@ -76,6 +76,8 @@ class SlotBook:
     def __init__(self, slots: int) -> None:
         self._slots = [Slot(index) for index in range(slots)]
         self._by_key: dict[int, set[int]] = {}
+        self._promised: dict[int, int] = {}
+        """Block key to the slot in which it is being computed."""
         self._clock = 0
 
     @property
@@ -93,11 +95,15 @@ class SlotBook:
         return self._slots[index]
 
     def place(self, context: Int32Array, *, version: int, execution_id: str) -> Placement | None:
-        """Take a slot for a context [C] int32, or return None while every slot is running.
+        """Take a slot for a context [C] int32, or return None: not now.
 
-        At least the last token is computed anew: its logits are needed.
+        Not now means that every slot is running, or that a running call is about to compute a longer prefix of this
+        context than any that is cached. At least the last token is computed anew: its logits are needed.
         """
-        best, cached = self._longest_prefix(context, version)
+        keys = block_keys(context, version=version)
+        best, cached = self._longest_prefix(keys, context, version)
+        if self._is_promised_more(keys, cached):
+            return None
         cached = min(cached, len(context) - 1)
         if best is not None and not best.is_running and best.length - cached < BLOCK_TOKENS:
             chosen, source = best, None
@@ -114,6 +120,8 @@ class SlotBook:
         chosen.is_running = True
         chosen.execution_id = execution_id
         chosen.used = self._clock
+        for key in keys[cached // BLOCK_TOKENS :]:
+            self._promised.setdefault(key, chosen.index)
         return Placement(chosen.index, source if cached else None, cached)
 
     def finish(self, index: int, tokens: Int32Array, length: int) -> None:
@@ -121,6 +129,7 @@ class SlotBook:
         slot = self._slots[index]
         if not slot.is_running:
             raise InvariantError(f"slot {index} is finished but was not running")
+        self._forget_keys(slot)
         slot.is_running = False
         slot.tokens = tokens
         slot.length = length
@@ -136,6 +145,7 @@ class SlotBook:
         slot = self._slots[index]
         slot.length = length
         if slot.version is not None and not slot.keys:
+            self._forget_keys(slot)
             slot.keys = block_keys(slot.tokens[:length], version=slot.version)
             for key in slot.keys:
                 self._by_key.setdefault(key, set()).add(index)
@@ -145,6 +155,18 @@ class SlotBook:
         slot = self._slots[index]
         self._forget_keys(slot)
         slot.version = None
+
+    def forget_version(self, version: int) -> list[int]:
+        """Other weights took this version's number: nothing it computed may be reused; returns its running slots."""
+        running = []
+        for slot in self._slots:
+            if slot.version == version:
+                self.mark_mixed(slot.index)
+                if slot.is_running:
+                    running.append(slot.index)
+                else:
+                    slot.length = 0
+        return running
 
     def release(self, execution_id: str) -> None:
         """Make the execution's idle slots the first to be taken."""
@@ -159,14 +181,17 @@ class SlotBook:
                 self._forget_keys(slot)
                 slot.length, slot.version, slot.used = 0, None, 0
 
-    def _longest_prefix(self, context: Int32Array, version: int) -> tuple[Slot | None, int]:
-        keys = block_keys(context, version=version)
+    def _longest_prefix(self, keys: list[int], context: Int32Array, version: int) -> tuple[Slot | None, int]:
         for count in range(len(keys), 0, -1):
             for index in self._by_key.get(keys[count - 1], ()):
                 slot = self._slots[index]
                 if slot.version == version:
                     return slot, _common_prefix(slot.tokens[: slot.length], context)
         return None, 0
+
+    def _is_promised_more(self, keys: list[int], cached: int) -> bool:
+        following = cached // BLOCK_TOKENS
+        return following < len(keys) and keys[following] in self._promised
 
     def _victim(self, *, spare: Slot | None) -> Slot | None:
         idle = [slot for slot in self._slots if not slot.is_running and slot is not spare]
@@ -182,6 +207,8 @@ class SlotBook:
                 if not holders:
                     del self._by_key[key]
         slot.keys = []
+        if slot.is_running:
+            self._promised = {key: index for key, index in self._promised.items() if index != slot.index}
 
 
 def _common_prefix(one: Int32Array, other: Int32Array) -> int:

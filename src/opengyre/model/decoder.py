@@ -168,6 +168,20 @@ class KeyValueCache:
             keys[target, :, :length] = keys[source, :, :length]
             values[target, :, :length] = values[source, :, :length]
 
+    def swap(self, one: int, other: int, *, one_length: int, other_length: int) -> None:
+        """Exchange the first tokens of two slots."""
+        if not other_length:
+            self.copy(one, other, one_length)
+            return
+        if not one_length:
+            self.copy(other, one, other_length)
+            return
+        length = max(one_length, other_length)
+        for tensor in (*self.keys, *self.values):
+            kept = tensor[one, :, :length].clone()
+            tensor[one, :, :length] = tensor[other, :, :length]
+            tensor[other, :, :length] = kept
+
     def export(self, slot: int, length: int) -> Tensor:
         """Return [layers, 2, kv_heads, length, head_size]: a copy of a slot's first tokens."""
         return torch.stack(
@@ -178,8 +192,16 @@ class KeyValueCache:
         )
 
     def load(self, slot: int, block: Tensor) -> None:
-        """Write what ``export`` gave into a slot."""
-        length = block.shape[3]
+        """Write what ``export`` gave into a slot.
+
+        Raises:
+            ValueError: The block is not one of this shape of decoder.
+        """
+        kv_heads, room, head = self.keys[0].shape[1:]
+        length = block.shape[3] if block.ndim == 5 else 0
+        expected = (len(self.keys), 2, kv_heads, length, head)
+        if block.shape != expected or length > room:
+            raise ValueError(f"keys and values of shape {tuple(block.shape)}, expected {expected}, at most {room}")
         for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
             keys[slot, :, :length] = block[layer, 0]
             values[slot, :, :length] = block[layer, 1]
@@ -202,7 +224,7 @@ def forward_cached(
         parameters: Weights.
         cache: Written in place.
         tokens: [b, t] int64, right-padded new tokens.
-        slots: [b] int64, a slot a sequence, no slot twice.
+        slots: [b] int64, a slot a sequence, no slot twice; neighbouring slots in order are read without a copy.
         starts: [b] int64, tokens already cached.
         counts: [b] int64, new tokens, at least 1.
     """
@@ -215,6 +237,7 @@ def forward_cached(
     cosine, sine = cosine[safe][:, None], sine[safe][:, None]
     allowed = torch.arange(top)[None, None, None, :] <= positions[:, None, :, None]
     bias = torch.zeros(allowed.shape, dtype=x.dtype).masked_fill_(~allowed, -math.inf)
+    first = _first_of_run(slots)
     valid = torch.arange(length)[None] < counts[:, None]
     slot_index, position_index = slots[:, None].expand(batch, length)[valid], positions[valid]
     for layer in range(config.layers):
@@ -224,12 +247,22 @@ def forward_cached(
         queries, keys, values = split_heads(config, qkv, cosine, sine)
         cache.keys[layer][slot_index, :, position_index] = keys.transpose(1, 2)[valid]
         cache.values[layer][slot_index, :, position_index] = values.transpose(1, 2)[valid]
-        all_keys = cache.keys[layer][:, :, :top].index_select(0, slots)
-        all_values = cache.values[layer][:, :, :top].index_select(0, slots)
+        all_keys = _rows_of(cache.keys[layer][:, :, :top], slots, first)
+        all_values = _rows_of(cache.values[layer][:, :, :top], slots, first)
         x = x + functional.linear(_attend(config, queries, all_keys, all_values, bias), parameters[prefix + "output"])
         x = mlp(config, parameters, layer, x)
     last = x[torch.arange(batch), counts - 1]
     return logits_of(parameters, normalise(last, parameters["norm"], config.norm_eps))
+
+
+def _first_of_run(slots: Tensor) -> int | None:
+    """Return the first slot if they are neighbours in order, else None."""
+    numbers = slots.tolist()
+    return numbers[0] if numbers == list(range(numbers[0], numbers[0] + len(numbers))) else None
+
+
+def _rows_of(cached: Tensor, slots: Tensor, first: int | None) -> Tensor:
+    return cached.index_select(0, slots) if first is None else cached[first : first + len(slots)]
 
 
 def _attend(config: DecoderConfig, queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
