@@ -35,9 +35,12 @@ class EmbeddedTokenizer:
             texts: What the policy will read and write.
             words: Always one token each: names that have to be copied, tool names, status words.
             vocabulary: Size without words and specials; the 256 bytes are part of it.
+
+        Choice: list and comment marks are tokens of their own, so that a phrase of a specification and the comment that
+        repeats it have the same tokens: a small fresh model learns to copy, not to translate.
         """
         tokenizer = Tokenizer(models.BPE(unk_token=None))
-        pattern = r"\n|[0-9]|, then |, |: |\b(?:" + "|".join(words) + r")\b"
+        pattern = r"\n|    # |- |[0-9]|, then |, |: |\b(?:" + "|".join(words) + r")\b"
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Split(Regex(pattern), "isolated"),

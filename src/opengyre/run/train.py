@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import shutil
 import signal
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from opengyre.run.build import LiveRun, build_run, run_record
 from opengyre.run.clock import RunClock
 from opengyre.run.driver import Driver
 from opengyre.run.folder import RunFolder
-from opengyre.run.resume import prepare_resume
+from opengyre.run.resume import Resume, prepare_resume
 from opengyre.run.warmstart import TOKENIZER, WEIGHTS, shown_progress
 
 INTERRUPTED = 130
@@ -57,21 +58,24 @@ def main(arguments: argparse.Namespace) -> int:
     return run_folder(folder, is_resumed=False)
 
 
-def install_policy(folder: RunFolder) -> WeightsRef:
+def install_policy(folder: RunFolder) -> None:
     """Put tokenizer and version 0 of the weights into a new run folder."""
     made = shown_progress(folder.config)
-    shutil.copy(made / TOKENIZER, folder.path / TOKENIZER)
-    target = folder.weights / "v00000-0.safetensors"
-    shutil.copy(made / WEIGHTS, target)
-    checksum = xxhash.xxh3_128_hexdigest(target.read_bytes())
-    return WeightsRef(version=0, incarnation=0, path=str(target), checksum=checksum)
+    install_weights(folder, tokenizer=made / TOKENIZER, weights=made / WEIGHTS)
+
+
+def install_weights(folder: RunFolder, *, tokenizer: Path, weights: Path) -> None:
+    """Copy a tokenizer and weights into a new run folder as version 0."""
+    shutil.copy(tokenizer, folder.path / TOKENIZER)
+    shutil.copy(weights, folder.weights / "v00000-0.safetensors")
 
 
 def run_folder(folder: RunFolder, *, is_resumed: bool) -> int:
     """Drive the run of a folder to its end or to an interruption."""
     ledger = Ledger.open(folder.path)
     try:
-        finished = asyncio.run(_drive(folder, ledger, is_resumed=is_resumed))
+        resumed = prepare_resume(folder, ledger) if is_resumed else None
+        finished = asyncio.run(drive(folder, ledger, resumed=resumed, on_change=Lines().show))
     finally:
         ledger.close()
         folder.close()
@@ -82,12 +86,17 @@ def run_folder(folder: RunFolder, *, is_resumed: bool) -> int:
     return 0
 
 
-async def _drive(folder: RunFolder, ledger: Ledger, *, is_resumed: bool) -> bool:
+async def drive(
+    folder: RunFolder,
+    ledger: Ledger,
+    *,
+    resumed: Resume | None,
+    on_change: Callable[[Driver, Event], None] | None,
+) -> bool:
     """Build, start, drive and stop a run; False if it was interrupted."""
-    resumed = prepare_resume(folder, ledger) if is_resumed else None
     incarnation = resumed.incarnation if resumed is not None else 0
     clock = RunClock(resumed.now_s if resumed is not None else 0.0)
-    run = build_run(folder, ledger, incarnation=incarnation, clock=clock, on_change=Lines().show)
+    run = build_run(folder, ledger, incarnation=incarnation, clock=clock, on_change=on_change or _say_nothing)
     first = await _first_events(run, resumed.first(run) if resumed is not None else None)
     await ledger.add_record(run_record(folder.config, incarnation=incarnation, now_s=clock()))
     stop = asyncio.Event()
@@ -109,6 +118,10 @@ async def _drive(folder: RunFolder, ledger: Ledger, *, is_resumed: bool) -> bool
             if not driving.done():
                 await driving
         await run.stop()
+
+
+def _say_nothing(driver: Driver, event: Event) -> None:
+    """Show no progress."""
 
 
 async def _started(run: LiveRun, first: list[Event]) -> None:

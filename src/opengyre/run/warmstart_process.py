@@ -13,6 +13,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from opengyre.core.chat import Message
 from opengyre.model.chat import EmbeddedRenderer
 from opengyre.model.decoder import DecoderConfig, init_parameters
 from opengyre.model.tokenizer import EmbeddedTokenizer
@@ -20,7 +21,7 @@ from opengyre.model.warmstart import SupervisedRow, SupervisedSettings, batches_
 from opengyre.model.weights import write_version
 from opengyre.run.warmstart import TOKENIZER, WEIGHTS, WarmStartJob, WarmStartRecipe
 from opengyre.tasks.minirepo import conversation as words
-from opengyre.tasks.minirepo.demonstrations import Demonstration, Noise, call, sub_head
+from opengyre.tasks.minirepo.demonstrations import Demonstration, Noise, call
 from opengyre.tasks.minirepo.family import DIGITS, FUNCTIONS, MODULES, make_package
 
 TOKENIZER_PACKAGES = 300
@@ -33,8 +34,9 @@ def train_tokenizer(recipe: WarmStartRecipe) -> EmbeddedTokenizer:
         package = make_package(random.Random(seed), held_out=False)
         texts.append(package.instruction())
         texts += ["".join(function.code() for function in functions) for _, functions in package.modules]
-        texts += [words.MAIN_SYSTEM, words.SUB_SYSTEM, words.COMPACTION, words.BAD_CALL, "all pass", "fail ", "saved"]
-    return EmbeddedTokenizer.train(texts, words=(*MODULES, *FUNCTIONS, *words.WORDS), vocabulary=recipe.vocabulary)
+        texts += ["all pass", "fail ", "saved"]
+    whole = (*words.SENTENCES, *MODULES, *FUNCTIONS, *words.WORDS)
+    return EmbeddedTokenizer.train(texts, words=whole, vocabulary=recipe.vocabulary)
 
 
 def demonstration_rows(
@@ -80,16 +82,20 @@ def copy_batches(
 def unit_batches(
     renderer: EmbeddedRenderer, recipe: WarmStartRecipe, rng: random.Random
 ) -> Iterator[list[SupervisedRow]]:
-    """Yield batches of unit practice: one module's specification to its code, without noise."""
+    """Yield batches of unit practice: one module's specification to its code, without noise.
+
+    Choice: without the system prompt, so that a batch holds more code; as many functions in every row of a batch, so
+    that little is padded.
+    """
     for step in range(recipe.unit_steps):
-        most = 3 if step > recipe.unit_steps // 4 else 1
+        count = rng.randint(1, 3) if step > recipe.unit_steps // 4 else 1
         batch: list[SupervisedRow] = []
         used = 0
         while used < recipe.batch_tokens:
-            package = make_package(rng, held_out=False, modules=(1, 1), functions=(1, most))
+            package = make_package(rng, held_out=False, modules=(1, 1), functions=(count, count))
             module, functions = package.modules[0]
             reply = call("write_file", module=module, content="".join(function.code() for function in functions))
-            context = renderer.render(sub_head(package, module), words.SUB_TOOLS).tolist()
+            context = renderer.render([Message(role="user", content=package.section(module))], ()).tolist()
             output = renderer.encode_reply(reply, words.SUB_TOOLS)
             batch.append(([*context, *output], [False] * len(context) + [True] * len(output)))
             used += len(context) + len(output)

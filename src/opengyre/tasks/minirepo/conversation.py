@@ -33,6 +33,8 @@ SUB_TOOLS = (
     _tool("run_tests", "module"),
     _tool("finish", "result"),
 )
+SENTENCES = (MAIN_SYSTEM, SUB_SYSTEM, COMPACTION)
+"""What the harness says again and again: one token each, so that contexts stay short."""
 WORDS = (
     "delegate",
     "finish",
