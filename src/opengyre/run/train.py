@@ -160,7 +160,8 @@ class Lines:
             self._evaluations += 1
             console().print(
                 f"evaluation of version {record.version} ({record.kind.value}): pass rate {record.pass_rate:.3f}, "
-                f"solved {record.solved_rate:.3f} on {len(record.task_ids)} tasks"
+                f"solved {record.solved_rate:.3f} on {len(record.task_ids)} tasks",
+                soft_wrap=True,
             )
 
     def _step(self, driver: Driver) -> None:
@@ -170,7 +171,8 @@ class Lines:
             f"step {record.step:3d}  {record.ended_s:6.1f} s  reward {reward:.3f}  d {max(record.staleness)}  "
             f"w {driver.scheduler.waterlevel}  rows {record.rows}/{record.leaves}  tokens {record.trained_tokens}  "
             f"entropy {record.entropy:.3f}  ratio max {record.ratio_max:.2f}  "
-            f"checked {record.checked_tokens} ({record.checked_difference:.1e})"
+            f"checked {record.checked_tokens} ({record.checked_difference:.1e})",
+            soft_wrap=True,
         )
 
 

@@ -150,17 +150,23 @@ class Function:
             for index, (step, digit) in enumerate(self.steps)
         ]
 
+    def last_phrase(self) -> str:
+        """Return the wording of the result."""
+        return RESULTS[self.result].wordings[(self.wording >> 2) & 1]
+
     def line(self) -> str:
         """Return the function's line of the specification."""
-        last = RESULTS[self.result].wordings[(self.wording >> 2) & 1]
-        return f"- {self.name}: {', then '.join(self.phrases())}, then {last}"
+        return f"- {self.name}: {', then '.join([*self.phrases(), self.last_phrase()])}"
 
     def code(self, steps: tuple[tuple[str, int], ...] | None = None, result: str | None = None) -> str:
-        """Return Python source; each code line stands under a comment that repeats its phrase."""
+        """Return Python source; each code line stands under a comment that repeats its phrase.
+
+        Choice: a small model copies the phrase first and then translates it from the line above.
+        """
         lines = [f"def {self.name}(v):"]
         for phrase, (step, digit) in zip(self.phrases(), steps or self.steps, strict=True):
             lines += [f"    # {phrase}", f"    {STEPS[step].code.format(k=digit)}"]
-        lines.append(f"    {RESULTS[result or self.result].code}")
+        lines += [f"    # {self.last_phrase()}", f"    {RESULTS[result or self.result].code}"]
         return "\n".join(lines) + "\n"
 
     def compute(self, values: Values) -> Values | int:
