@@ -15,6 +15,7 @@ from opengyre.core.errors import GyreError, InputError
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("opengyre.run.train", "train a policy by online RL on executions of a harness"),
     "eval": ("opengyre.run.evaluate", "evaluate weights on held-out tasks, sampled and greedy"),
+    "report": ("opengyre.run.report", "show what a run has come to: tables, an HTML page, JSON, a trace"),
     "warmstart": ("opengyre.run.warmstart", "make the embedded policy that a run starts from"),
 }
 """Name to (module, summary); the module has ``add_arguments(parser)`` and ``main(arguments) -> int``.
