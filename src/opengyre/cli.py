@@ -16,6 +16,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("opengyre.run.train", "train a policy by online RL on executions of a harness"),
     "eval": ("opengyre.run.evaluate", "evaluate weights on held-out tasks, sampled and greedy"),
     "report": ("opengyre.run.report", "show what a run has come to: tables, an HTML page, JSON, a trace"),
+    "bench": ("opengyre.run.bench", "measure the budgets on this machine"),
+    "doctor": ("opengyre.run.doctor", "say what works on this machine; check a run"),
     "warmstart": ("opengyre.run.warmstart", "make the embedded policy that a run starts from"),
 }
 """Name to (module, summary); the module has ``add_arguments(parser)`` and ``main(arguments) -> int``.

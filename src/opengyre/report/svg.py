@@ -78,6 +78,17 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
     return [round(number * step, 10) for number in range(first, last + 1)]
 
 
+def time_ticks(low_s: float, high_s: float, wanted: int = 10) -> list[float]:
+    """Return times between two bounds at steps that a clock knows.
+
+    >>> time_ticks(0.0, 500.0, 6)
+    [0.0, 120.0, 240.0, 360.0, 480.0]
+    """
+    steps = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400)
+    step = next((step for step in steps if (high_s - low_s) / step <= wanted), 86400 * 7)
+    return [float(value) for value in range(math.ceil(low_s / step) * step, math.floor(high_s) + 1, step)]
+
+
 def number(value: float) -> str:
     """Return a number as an axis shows it.
 
@@ -107,16 +118,15 @@ def figure(frame: Frame, body: Sequence[str], label: str) -> str:
     )
 
 
-def axes(frame: Frame, *, x_label: str, y_label: str = "", is_time: bool = False, y_ticks: bool = True) -> list[str]:
+def axes(frame: Frame, *, x_label: str, y_label: str = "") -> list[str]:
     """Return grid, ticks and labels."""
     parts = []
-    for value in ticks(*frame.y, 4) if y_ticks else []:
+    for value in ticks(*frame.y, 4):
         y = frame.at_y(value)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{frame.plot_right}" y1="{y}" y2="{y}"/>')
         parts.append(f'<text class="tick" x="{_LEFT - 7}" y="{y + 3.5}" text-anchor="end">{number(value)}</text>')
     for value in ticks(*frame.x, 8):
-        x = frame.at_x(value)
-        text = clock(value) if is_time else number(value)
+        x, text = frame.at_x(value), number(value)
         parts.append(f'<text class="tick" x="{x}" y="{frame.plot_bottom + 14}" text-anchor="middle">{text}</text>')
     y = frame.plot_bottom
     parts.append(f'<line class="axis" x1="{_LEFT}" x2="{frame.plot_right}" y1="{y}" y2="{y}"/>')

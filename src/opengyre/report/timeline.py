@@ -6,7 +6,7 @@ from html import escape
 from opengyre.core.events import Mode
 from opengyre.core.records import CellSpan, ExecutionRecord, PublicationRecord, SwitchRecord
 from opengyre.report.results import end_of, waterlevel
-from opengyre.report.svg import Frame, clock, empty, figure, legend, ticks
+from opengyre.report.svg import Frame, clock, empty, figure, legend, time_ticks
 
 COLOURS = {Mode.ROLLOUT: "var(--rollout)", Mode.TRAINING: "var(--training)", Mode.SWITCHING: "var(--switching)"}
 _LANE = 40
@@ -37,7 +37,7 @@ def timeline(
     body.extend(_waterlevel(frame, executions, 16 + len(cells) * _LANE + 6))
     body.extend(
         f'<text class="tick" x="{frame.at_x(value)}" y="{height - 8}" text-anchor="middle">{clock(value)}</text>'
-        for value in ticks(0.0, end_s, 12)
+        for value in time_ticks(0.0, end_s)
     )
     entries = [(mode.value, COLOURS[mode]) for mode in COLOURS] + [("waterlevel w", "var(--level)")]
     return (
