@@ -121,7 +121,7 @@ class ProgressDisplay:
             self._live.stop()
 
     def show(self, status: LiveStatus) -> None:
-        """Show a moment: at once on a terminal; elsewhere a line when a step ended, something stalls, or time passed."""
+        """Show a moment: at once on a terminal; elsewhere when a step ended, something stalls, or time passed."""
         if self._live is not None:
             self._live.update(panel(status))
         elif is_worth_a_line(self._last, status):
