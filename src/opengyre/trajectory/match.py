@@ -5,6 +5,9 @@ path so far has recorded replies, an assistant message is compared with them: by
 (arguments as parsed JSON, the echoed name ignored), else by text, exact first, then normalised. Ids that collide
 across sub-agents cannot be confused, because only replies of the same path are compared. Two different replies that fit
 equally well are ambiguous: no restoration.
+
+Choice: a reply whose reasoning was stripped or changed is a true fork, for the harness asks the model to go on without
+it; reasoning that was only trimmed is not. The lowest bit of a key says whether an assistant wrote the message.
 """
 
 from collections.abc import Sequence
@@ -33,6 +36,8 @@ class Match:
     keys: tuple[int, ...]
     """Chained key behind each message."""
     verdict: Verdict
+    """`restored`: every assistant message so far is a recorded reply; `rewritten`: one stands where replies were
+    recorded and is none of them (what precedes it may still be restored); else `rendered`."""
     first_difference: int
     """First message after which no stored path goes on; -1 if the request extends one."""
 
@@ -63,7 +68,7 @@ class PathIndex:
     def add(self, call_id: str, request_keys: Sequence[int], reply: Message) -> int:
         """Store a call's path and return the key of its reply."""
         last = request_keys[-1] if request_keys else 0
-        key = _chained(last, _reply_bytes(reply))
+        key = _chained(last, _reply_bytes(reply), is_reply=True)
         self._replies.setdefault(last, []).append(_Reply(call_id, reply, key))
         self._known.update(request_keys)
         self._known.add(key)
@@ -74,21 +79,22 @@ class PathIndex:
         key = head_key(tools)
         keys: list[int] = []
         call_id, covered = None, 0
-        has_unknown_reply = False
+        is_rewritten = False
         first_difference = -1
         for index, message in enumerate(messages):
-            reply = self._fitting(key, message) if message.role == "assistant" else None
+            is_reply = message.role == "assistant"
+            reply = self._fitting(key, message) if is_reply and key in self._replies else None
             if reply is not None:
                 key = reply.key
                 call_id, covered = reply.call_id, index + 1
             else:
-                has_unknown_reply |= message.role == "assistant"
-                key = _chained(key, _ENCODER.encode(message))
+                is_rewritten |= is_reply and key in self._replies
+                key = _chained(key, _ENCODER.encode(message), is_reply=is_reply)
                 if first_difference < 0 and key not in self._known:
                     first_difference = index
             keys.append(key)
-        verdict = Verdict.RESTORED if call_id is not None else Verdict.RENDERED
-        if call_id is None and has_unknown_reply:
+        verdict = Verdict.RENDERED if call_id is None else Verdict.RESTORED
+        if is_rewritten:
             verdict = Verdict.REWRITTEN
         return Match(call_id, covered, tuple(keys), verdict, first_difference)
 
@@ -109,8 +115,18 @@ def head_key(tools: Sequence[Tool]) -> int:
     return xxhash.xxh3_64_intdigest(_ENCODER.encode([(t.name, t.description, t.schema) for t in tools]))
 
 
-def _chained(key: int, data: bytes) -> int:
-    return xxhash.xxh3_64_intdigest(data, seed=key)
+def is_reply_key(key: int) -> bool:
+    """Return whether an assistant wrote the message behind which a key stands.
+
+    >>> index = PathIndex()
+    >>> [is_reply_key(key) for key in index.match([Message(role="user"), Message(role="assistant")], []).keys]
+    [False, True]
+    """
+    return bool(key & 1)
+
+
+def _chained(key: int, data: bytes, *, is_reply: bool) -> int:
+    return xxhash.xxh3_64_intdigest(data, seed=key) & ~1 | is_reply
 
 
 def _reply_bytes(reply: Message) -> bytes:
@@ -127,8 +143,10 @@ def _parsed(arguments: str) -> object:
 
 
 def _fits_ids(recorded: Message, echoed: Message) -> bool:
-    """Whether ordered tool-call ids agree and arguments are equal as parsed JSON."""
+    """Whether ordered tool-call ids agree, arguments are equal as parsed JSON, and no reasoning was taken out."""
     if not echoed.tool_calls or not recorded.tool_calls:
+        return False
+    if recorded.reasoning.strip() != echoed.reasoning.strip():
         return False
     if [call.id for call in recorded.tool_calls] != [call.id for call in echoed.tool_calls]:
         return False

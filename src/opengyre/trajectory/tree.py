@@ -1,11 +1,12 @@
 """The prefix-sharing tree of an execution's calls, built from exact token ids.
 
-A node is a run of tokens that no call forks inside and no call's output ends inside. A token is sampled if a trainable
+A node is a run of tokens that no call forks inside and no call's path ends inside. A token is sampled if a trainable
 call sampled it, else context; sampled beats context. Two calls that sampled the same tokens at the same place share one
 target, whose logprobs are the canonical call's: the one with the smallest (first version, request id). So the tree is a
 join of its calls, and the order of insertion does not matter.
 
-Source: paper, the tree of an execution. Choice: splits inside an output, the canonical call, 12 bytes a unique token.
+Source: paper, the tree of an execution. Choice: splits inside an output, the canonical call. A context token costs 4
+bytes, a sampled one 12: owners are kept for the span of a node that was sampled, logprobs by the call.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from opengyre.core.types import Float32Array, Int32Array, Role, VersionRun
 
 ROOT = -1
 _EMPTY_INT = np.zeros(0, np.int32)
+_RECENT_PATHS = 8
 
 
 class Exclusion(StrEnum):
@@ -34,10 +36,11 @@ class Exclusion(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class TreeCall:
-    """A call as the tree needs it.
+    """A call as it is inserted: its context is given whole, or as a tail after a stored call.
 
     Example: ``TreeCall(call_id="c1", request_id="r1", agent="main", role=Role.MAIN, context=context, output=output,
-    logprobs=logprobs, versions=(VersionRun(0, len(output)),))``.
+    logprobs=logprobs, versions=(VersionRun(0, len(output)),))``. With ``parent="c1", shared=7`` the context is the
+    first 7 tokens of c1's context and output, followed by ``context``.
     """
 
     call_id: str
@@ -45,11 +48,35 @@ class TreeCall:
     agent: str
     role: Role
     context: Int32Array
+    """[C] int32, or [C - shared] behind a parent."""
     output: Int32Array
+    """[T] int32."""
     logprobs: Float32Array
+    """[T] float32; of a poisoned call whatever was recorded."""
     versions: tuple[VersionRun, ...]
     exclusion: Exclusion = Exclusion.NONE
     temperature: float = 1.0
+    parent: str | None = None
+    shared: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredCall:
+    """A call as the tree keeps it: its tokens are the path to its end node.
+
+    Example: p[1,2]g[3] is ``context_tokens=2, output_tokens=1`` and the node that ends at depth 3.
+    """
+
+    call_id: str
+    request_id: str
+    agent: str
+    role: Role
+    context_tokens: int
+    output_tokens: int
+    logprobs: Float32Array
+    versions: tuple[VersionRun, ...]
+    exclusion: Exclusion
+    temperature: float
 
     @property
     def rank(self) -> tuple[int, str, str]:
@@ -57,7 +84,7 @@ class TreeCall:
         return (self.versions[0].version if self.versions else 0, self.request_id, self.call_id)
 
 
-@dataclass
+@dataclass(slots=True)
 class Node:
     """A run of tokens.
 
@@ -68,14 +95,14 @@ class Node:
     start: int
     """Depth of its first token."""
     tokens: Int32Array
-    owners: Int32Array
-    """[n] index of the call that owns the sampled token, -1 for context."""
-    logprobs: Float32Array
-    """[n], 0 for context."""
-    children: dict[int, int] = field(default_factory=dict)
+    span_start: int = 0
+    """Offset in the node at which ``span`` begins."""
+    span: Int32Array = field(default_factory=lambda: _EMPTY_INT)
+    """Index of the call that owns each token of a span that covers all sampled ones; -1 for context."""
+    children: dict[int, int] | None = None
     """First token to node."""
     ends: list[int] = field(default_factory=list)
-    """Calls whose output ends with the node's last token."""
+    """Calls whose path ends with the node's last token."""
 
     @property
     def end(self) -> int:
@@ -85,7 +112,26 @@ class Node:
     @property
     def sampled(self) -> int:
         """Tokens that can be trained."""
-        return int((self.owners >= 0).sum())
+        return int(np.count_nonzero(self.span >= 0))
+
+    @property
+    def owners(self) -> Int32Array:
+        """[n] index of the call that owns each token, -1 for context."""
+        whole = np.full(len(self.tokens), -1, np.int32)
+        whole[self.span_start : self.span_start + len(self.span)] = self.span
+        return whole
+
+    def open_span(self, low: int, high: int) -> Int32Array:
+        """Return a writable view of the owners of the tokens [low, high), growing the span where needed."""
+        if not len(self.span):
+            self.span_start, self.span = low, np.full(high - low, -1, np.int32)
+        first = min(low, self.span_start)
+        last = max(high, self.span_start + len(self.span))
+        if (first, last) != (self.span_start, self.span_start + len(self.span)):
+            grown = np.full(last - first, -1, np.int32)
+            grown[self.span_start - first : self.span_start - first + len(self.span)] = self.span
+            self.span_start, self.span = first, grown
+        return self.span[low - self.span_start : high - self.span_start]
 
 
 class TrajectoryTree:
@@ -93,18 +139,20 @@ class TrajectoryTree:
 
     Args:
         execution_id: Whose calls they are.
+        is_approximate: Its token ids were rendered, not recorded: it may be counted and shown, never trained.
     """
 
-    def __init__(self, execution_id: str = "") -> None:
+    def __init__(self, execution_id: str = "", *, is_approximate: bool = False) -> None:
         self.execution_id = execution_id
+        self.is_approximate = is_approximate
         self.nodes: list[Node] = []
-        self.calls: list[TreeCall] = []
+        self.calls: list[StoredCall] = []
         self.call_ends: list[int] = []
-        """Node at whose end each call's output ends; -1 for a call without output."""
+        """Node at whose end each call's path ends; -1 for a call without tokens."""
         self._roots: dict[int, int] = {}
         self._seen: dict[str, int] = {}
-        self._recent: list[tuple[Int32Array, int]] = []
-        """Last paths: their tokens and their end node."""
+        self._recent: list[tuple[Int32Array, Int32Array, int]] = []
+        """Context, output and end node of the last paths."""
 
     # -- building ---------------------------------------------------------------------------------------------
 
@@ -112,109 +160,156 @@ class TrajectoryTree:
         """Add a call; adding it again changes nothing.
 
         Raises:
-            InvariantError: Another call has the same id.
+            InvariantError: Another call has the same id, or its parent is missing or too short.
         """
-        known = self._seen.get(call.call_id)
-        if known is not None:
-            if not _same(self.calls[known], call):
-                raise InvariantError(f"two different calls have the id {call.call_id}")
+        has_parent = call.parent is not None and call.shared > 0
+        node, base = self._below_parent(call) if has_parent else (ROOT, 0)
+        length = base + len(call.context) + len(call.output)
+        if call.call_id in self._seen:
+            self._check_same(self._seen[call.call_id], call, base + len(call.context))
             return
         index = len(self.calls)
         self._seen[call.call_id] = index
-        self.calls.append(call)
+        self.calls.append(_stored(call, base + len(call.context)))
         self.call_ends.append(ROOT)
-        if not len(call.output) or not len(call.context):
+        if not length:
             return
-        path = np.concatenate((call.context, call.output))
-        node, depth = self._descend(path)
-        if depth < len(path):
-            node = self._append(node, depth, path)
+        depth = base
+        if not has_parent:
+            node, depth = self._nearest(call.context, call.output)
+        tail = _tokens_from(call, depth - base)
+        node, matched = self._descend(node, depth, tail)
+        depth += matched
+        if depth < length:
+            node = self._append(node, depth, tail[matched:])
         elif self.nodes[node].end > depth:
             node = self._split(node, depth)
         self.nodes[node].ends.append(index)
         self.call_ends[index] = node
         if call.exclusion is Exclusion.NONE:
             self._own(index, node)
-        self._remember(path, node)
+        if not has_parent:
+            self._recent.insert(0, (call.context, call.output, node))
+            del self._recent[_RECENT_PATHS:]
 
-    def _remember(self, path: Int32Array, node: int) -> None:
-        self._recent.insert(0, (path, node))
-        del self._recent[6:]
+    def _below_parent(self, call: TreeCall) -> tuple[int, int]:
+        """Return the node in which the head that is shared with the parent ends, and its length."""
+        parent = self._seen.get(call.parent or "")
+        length = 0
+        if parent is not None:
+            length = self.calls[parent].context_tokens + self.calls[parent].output_tokens
+        if parent is None or length < call.shared:
+            raise InvariantError(
+                f"call {call.call_id} shares {call.shared} tokens with {call.parent}, which has {length}"
+            )
+        node = self.call_ends[parent]
+        while self.nodes[node].start >= call.shared:
+            node = self.nodes[node].parent
+        return node, call.shared
 
-    def _descend(self, path: Int32Array) -> tuple[int, int]:
-        """Return the node in or at whose end the longest common prefix ends, and its length."""
-        node, depth = self._nearest(path)
-        while depth < len(path):
-            if node != ROOT and depth < self.nodes[node].end:
-                current = self.nodes[node]
-                have = current.tokens[depth - current.start :]
-                matched = common_prefix(have, path[depth : depth + len(have)])
-                depth += matched
-                if matched < len(have):
-                    return node, depth
-                continue
-            children = self._roots if node == ROOT else self.nodes[node].children
-            child = children.get(int(path[depth]))
-            if child is None:
-                return node, depth
-            node = child
-        return node, depth
-
-    def _nearest(self, path: Int32Array) -> tuple[int, int]:
+    def _nearest(self, context: Int32Array, output: Int32Array) -> tuple[int, int]:
         """Return a good place to start from: inside the recent path that shares most."""
         best, depth = ROOT, 0
-        for tokens, end in self._recent:
-            shared = common_prefix(tokens, path)
+        for other_context, other_output, end in self._recent:
+            shared = common_prefix(other_context, context)
+            if shared == len(other_context):
+                shared += _common_across(other_output, context, output, shared)
+            elif shared == len(context):
+                shared += common_prefix(other_context[shared : shared + len(output)], output)
             if shared > depth:
                 best, depth = end, shared
-                if shared == len(tokens):
+                if shared == len(other_context) + len(other_output):
                     break
         while best != ROOT and self.nodes[best].start >= depth:
             best = self.nodes[best].parent
         return best, depth
 
-    def _append(self, node: int, depth: int, path: Int32Array) -> int:
-        """Hang ``path[depth:]`` below a node, splitting it first if the path leaves in its middle."""
+    def _descend(self, node: int, depth: int, tail: Int32Array) -> tuple[int, int]:
+        """Follow ``tail`` from a depth inside (or at the end of) a node; return the last node and what matched."""
+        matched = 0
+        while matched < len(tail):
+            if node != ROOT and depth + matched < self.nodes[node].end:
+                current = self.nodes[node]
+                have = current.tokens[depth + matched - current.start :]
+                step = common_prefix(have, tail[matched : matched + len(have)])
+                matched += step
+                if step < len(have):
+                    return node, matched
+                continue
+            child = self._children(node).get(int(tail[matched]))
+            if child is None:
+                return node, matched
+            node = child
+        return node, matched
+
+    def _children(self, node: int) -> dict[int, int]:
+        if node == ROOT:
+            return self._roots
+        children = self.nodes[node].children
+        return {} if children is None else children
+
+    def adopt(self, node: int, child: int) -> None:
+        """Make a node the child of another one, in place of what began with the same token."""
+        token = int(self.nodes[child].tokens[0])
+        if node != ROOT and self.nodes[node].children is None:
+            self.nodes[node].children = {}
+        self._children(node)[token] = child
+
+    def add_stored(self, call: StoredCall, end: int) -> None:
+        """Add a call whose path stands in the tree already."""
+        index = len(self.calls)
+        self._seen[call.call_id] = index
+        self.calls.append(call)
+        self.call_ends.append(end)
+        if end != ROOT:
+            self.nodes[end].ends.append(index)
+
+    def _append(self, node: int, depth: int, tail: Int32Array) -> int:
+        """Hang a tail below a node, splitting it first if the path leaves in its middle."""
         if node != ROOT and self.nodes[node].end > depth:
             node = self._split(node, depth)
-        tail = path[depth:].copy()
-        fresh = Node(node, depth, tail, np.full(len(tail), -1, np.int32), np.zeros(len(tail), np.float32))
-        self.nodes.append(fresh)
-        children = self._roots if node == ROOT else self.nodes[node].children
-        children[int(tail[0])] = len(self.nodes) - 1
+        self.nodes.append(Node(node, depth, tail.copy()))
+        self.adopt(node, len(self.nodes) - 1)
         return len(self.nodes) - 1
 
     def _split(self, node: int, depth: int) -> int:
         """Cut a node at a depth and return its upper part; the lower part keeps its number."""
         lower = self.nodes[node]
         cut = depth - lower.start
-        upper = Node(lower.parent, lower.start, lower.tokens[:cut], lower.owners[:cut], lower.logprobs[:cut])
+        inside = min(max(cut - lower.span_start, 0), len(lower.span))
+        upper = Node(lower.parent, lower.start, lower.tokens[:cut], lower.span_start, lower.span[:inside])
+        if not inside:
+            upper.span_start = 0
         self.nodes.append(upper)
         number = len(self.nodes) - 1
-        siblings = self._roots if lower.parent == ROOT else self.nodes[lower.parent].children
-        siblings[int(upper.tokens[0])] = number
-        lower.tokens, lower.owners, lower.logprobs = lower.tokens[cut:], lower.owners[cut:], lower.logprobs[cut:]
+        self.adopt(lower.parent, number)
+        lower.tokens, lower.span = lower.tokens[cut:], lower.span[inside:]
+        lower.span_start = max(lower.span_start - cut, 0) if len(lower.span) else 0
         lower.parent, lower.start = number, depth
-        upper.children[int(lower.tokens[0])] = node
+        upper.children = {int(lower.tokens[0]): node}
         return number
 
     def _own(self, index: int, node: int) -> None:
         """Make the call the owner of its output where nobody of smaller rank owns it."""
         call = self.calls[index]
-        first = len(call.context)
+        first = max(call.context_tokens, 1)
         while node != ROOT and self.nodes[node].end > first:
             current = self.nodes[node]
-            low = max(first, current.start)
-            place = slice(low - current.start, current.end - current.start)
-            source = slice(low - first, current.end - first)
-            owners = current.owners[place]
-            mine = owners < 0
-            for other in np.unique(owners[~mine]):
+            span = current.open_span(max(first - current.start, 0), len(current.tokens))
+            mine = span < 0
+            for other in np.unique(span[~mine]):
                 if call.rank < self.calls[other].rank:
-                    mine |= owners == other
-            owners[mine] = index
-            current.logprobs[place][mine] = call.logprobs[source][mine]
+                    mine |= span == other
+            span[mine] = index
             node = current.parent
+
+    def _check_same(self, known: int, call: TreeCall, context_tokens: int) -> None:
+        stored = self.calls[known]
+        path = self.path_tokens(self.call_ends[known])
+        given = _tokens_from(call, 0)
+        same = (stored.context_tokens, stored.output_tokens) == (context_tokens, len(call.output))
+        if not same or not np.array_equal(path[len(path) - len(given) :], given):
+            raise InvariantError(f"two different calls have the id {call.call_id}")
 
     # -- reading ----------------------------------------------------------------------------------------------
 
@@ -229,9 +324,29 @@ class TrajectoryTree:
         return sum(len(node.tokens) for node in self.nodes)
 
     @property
+    def summed_tokens(self) -> int:
+        """Context and output tokens of all calls."""
+        return sum(call.context_tokens + call.output_tokens for call in self.calls)
+
+    @property
     def sampled_tokens(self) -> int:
         """Tokens that can be trained."""
         return sum(node.sampled for node in self.nodes)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all arrays of the tree."""
+        arrays = sum(node.tokens.nbytes + node.span.nbytes for node in self.nodes)
+        return arrays + sum(call.logprobs.nbytes for call in self.calls)
+
+    def index_of(self, call_id: str) -> int:
+        """Return the index of a call."""
+        return self._seen[call_id]
+
+    def children_of(self, node: int) -> list[int]:
+        """Return the children of a node (of ``ROOT``: the roots) by first token."""
+        children = self._children(node)
+        return [children[token] for token in sorted(children)]
 
     def path(self, node: int) -> list[int]:
         """Return the nodes from a root down to a node."""
@@ -241,19 +356,31 @@ class TrajectoryTree:
             node = self.nodes[node].parent
         return found[::-1]
 
+    def path_tokens(self, node: int) -> Int32Array:
+        """Return the tokens from the root to the end of a node, [depth] int32."""
+        return np.concatenate([_EMPTY_INT, *(self.nodes[number].tokens for number in self.path(node))])
+
+    def context_of(self, index: int) -> Int32Array:
+        """Return the whole context of a call, [C] int32."""
+        return self.path_tokens(self.call_ends[index])[: self.calls[index].context_tokens]
+
+    def output_of(self, index: int) -> Int32Array:
+        """Return the output of a call, [T] int32."""
+        return self.path_tokens(self.call_ends[index])[self.calls[index].context_tokens :]
+
     def preorder(self) -> Iterator[int]:
         """Yield nodes parents first, siblings by first token."""
-        stack = [self._roots[token] for token in sorted(self._roots, reverse=True)]
+        stack = self.children_of(ROOT)[::-1]
         while stack:
             node = stack.pop()
             yield node
-            children = self.nodes[node].children
-            stack += [children[token] for token in sorted(children, reverse=True)]
+            stack += self.children_of(node)[::-1]
 
     def candidates(self) -> list[int]:
         """Return one call for each candidate: its output has no descendant output of the same agent and role.
 
-        Choice: so a main path that only a summary call continues is still a main candidate.
+        Choice: so a main path that only a summary call continues is still a main candidate. An output that is context
+        (orphan, vanished, poisoned, cut-down law) neither is a candidate nor hides one.
         """
         bits: dict[tuple[str, Role], int] = {}
         for call in self.calls:
@@ -262,16 +389,17 @@ class TrajectoryTree:
         found: list[int] = []
         for node in reversed(list(self.preorder())):
             mask = 0
-            for child in self.nodes[node].children.values():
-                mask |= below[child]
-            here = 0
+            for child in self._children(node).values():
+                mask |= below.pop(child)
             for index in sorted(self.nodes[node].ends, key=lambda number: self.calls[number].rank):
                 call = self.calls[index]
                 bit = bits[call.agent, call.role]
-                if not (mask | here) & bit:
+                if call.exclusion not in (Exclusion.NONE, Exclusion.AUXILIARY) or not call.output_tokens:
+                    continue
+                if not mask & bit:
                     found.append(index)
-                here |= bit
-            below[node] = mask | here
+                mask |= bit
+            below[node] = mask
         return sorted(found, key=lambda index: self.calls[index].call_id)
 
 
@@ -292,6 +420,21 @@ def common_prefix(one: Int32Array, other: Int32Array) -> int:
     return length
 
 
+def _common_across(other: Int32Array, context: Int32Array, output: Int32Array, start: int) -> int:
+    """Return how far ``other`` agrees with ``context[start:]`` followed by ``output``."""
+    shared = common_prefix(other, context[start:])
+    if start + shared == len(context):
+        shared += common_prefix(other[shared:], output)
+    return shared
+
+
+def _tokens_from(call: TreeCall, skip: int) -> Int32Array:
+    """Return what follows the first ``skip`` tokens of the given context and output."""
+    if skip < len(call.context):
+        return np.concatenate((call.context[skip:], call.output))
+    return call.output[skip - len(call.context) :]
+
+
 def check_logprobs(output: Int32Array, logprobs: Sequence[float] | Float32Array) -> bool:
     """Return whether logprobs belong to an output: as many, all finite, none above zero.
 
@@ -302,5 +445,16 @@ def check_logprobs(output: Int32Array, logprobs: Sequence[float] | Float32Array)
     return len(values) == len(output) and bool(np.isfinite(values).all()) and bool((values <= 1e-6).all())
 
 
-def _same(one: TreeCall, other: TreeCall) -> bool:
-    return np.array_equal(one.context, other.context) and np.array_equal(one.output, other.output)
+def _stored(call: TreeCall, context_tokens: int) -> StoredCall:
+    return StoredCall(
+        call_id=call.call_id,
+        request_id=call.request_id,
+        agent=call.agent,
+        role=call.role,
+        context_tokens=context_tokens,
+        output_tokens=len(call.output),
+        logprobs=call.logprobs,
+        versions=call.versions,
+        exclusion=call.exclusion,
+        temperature=call.temperature,
+    )
