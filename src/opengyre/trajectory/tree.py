@@ -297,9 +297,10 @@ class TrajectoryTree:
             current = self.nodes[node]
             span = current.open_span(max(first - current.start, 0), len(current.tokens))
             mine = span < 0
-            for other in np.unique(span[~mine]):
-                if call.rank < self.calls[other].rank:
-                    mine |= span == other
+            if not mine.all():
+                for other in np.unique(span[~mine]):
+                    if call.rank < self.calls[other].rank:
+                        mine |= span == other
             span[mine] = index
             node = current.parent
 
