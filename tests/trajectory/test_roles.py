@@ -1,0 +1,158 @@
+import string
+
+import msgspec
+
+from opengyre.core.chat import Message, Tool, ToolCall
+from opengyre.core.types import Role
+from opengyre.trajectory.marks import Mark, MarkRule, RoleMarks
+from opengyre.trajectory.roles import RoleTracker
+
+MARKS = {
+    "claude-code": RoleMarks(
+        agent=(MarkRule(header="x-claude-code-agent-id"),),
+        sub_agent=(MarkRule(header="x-claude-code-agent-id"),),
+    ),
+    "codex": RoleMarks(
+        agent=(MarkRule(header="thread-id"),),
+        sub_agent=(MarkRule(header="x-openai-subagent"),),
+        compaction=(MarkRule(header="x-codex-turn-metadata", pattern='"request_kind": ?"compaction"'),),
+    ),
+    "opencode": RoleMarks(
+        agent=(MarkRule(header="x-session-id"),),
+        sub_agent=(MarkRule(header="x-parent-session-id"),),
+        sub_agent_is_complete=False,
+    ),
+}
+
+
+def judged(requests, marks=None):
+    tracker = RoleTracker()
+    for request in requests:
+        mark = marks.read(request.path, request.headers, request.body) if marks else None
+        tracker.observe(str(request.number), request.messages, request.tools, mark)
+        if request.reply is not None:
+            tracker.answered(str(request.number), request.reply)
+    tracker.finish()
+    return [tracker.guess_of(str(request.number)) for request in requests]
+
+
+def differences(requests, guesses):
+    return [
+        (request.number, guess.role.value, request.truth.value, guess.evidence)
+        for request, guess in zip(requests, guesses, strict=True)
+        if not request.is_fault and guess.role is not request.truth
+    ]
+
+
+def test_roles_equal_the_ground_truth_from_the_requests_alone(session, session_name):
+    requests = session(session_name)
+    assert differences(requests, judged(requests)) == []
+
+
+def test_roles_equal_the_ground_truth_from_what_the_harness_marks(session, session_name):
+    requests = session(session_name)
+    marks = MARKS.get(session_name.split("/")[0])
+    assert differences(requests, judged(requests, marks)) == []
+
+
+def renamed(requests):
+    """Rename system texts, tools, agents and ids consistently."""
+    table = str.maketrans(string.ascii_letters, string.ascii_letters[7:] + string.ascii_letters[:7])
+
+    def message(each):
+        calls = tuple(
+            ToolCall(id=call.id.translate(table), name=call.name.translate(table), arguments=call.arguments)
+            for call in each.tool_calls
+        )
+        content = each.content.translate(table) if each.role in ("system", "developer") else each.content
+        ids = {"tool_calls": calls, "tool_call_id": each.tool_call_id.translate(table)}
+        return msgspec.structs.replace(each, content=content, name=each.name.translate(table), **ids)
+
+    for request in requests:
+        request.messages = [message(each) for each in request.messages]
+        request.tools = [Tool(name=tool.name.translate(table)) for tool in request.tools]
+        request.reply = message(request.reply) if request.reply is not None else None
+    return requests
+
+
+def test_roles_do_not_hang_on_names(session, session_name):
+    requests = renamed(session(session_name))
+    assert differences(requests, judged(requests)) == []
+
+
+def said(role, content="", **more):
+    return Message(role=role, content=content, **more)
+
+
+def calling(name, arguments, number=0):
+    return said("assistant", tool_calls=(ToolCall(id=f"call_{number}", name=name, arguments=arguments),))
+
+
+SHELL = [Tool(name="shell")]
+
+
+def test_a_title_call_that_arrives_first_is_auxiliary_and_the_next_root_is_main():
+    tracker = RoleTracker()
+    title = tracker.observe("c0", [said("system", "titles"), said("user", "name: fix the bug")], [])
+    tracker.answered("c0", said("assistant", "Bug fix"))
+    main = tracker.observe("c1", [said("system", "agent"), said("user", "fix the bug")], SHELL)
+    assert (title.role, main.role) == (Role.AUXILIARY, Role.MAIN)
+    assert tracker.finish() == []
+
+
+def test_two_sub_agents_with_the_same_prompt_are_two_agents():
+    tracker = RoleTracker()
+    tracker.observe("c0", [said("user", "count everything")], SHELL)
+    spawn = '{"prompt": "count the files"}'
+    both = tuple(ToolCall(id=f"call_{n}", name="spawn", arguments=spawn) for n in range(2))
+    tracker.answered("c0", said("assistant", tool_calls=both))
+    one = tracker.observe("c1", [said("system", "sub"), said("user", "count the files")], SHELL)
+    tracker.answered("c1", calling("shell", "{}", 5))
+    # byte for byte the same request: a second agent cannot be told from a retry, both are sub-agents
+    other = tracker.observe("c2", [said("system", "sub"), said("user", "count the files")], SHELL)
+    assert (one.role, other.role) == (Role.SUB_AGENT, Role.SUB_AGENT)
+
+
+def test_a_memory_agent_that_reads_the_whole_history_is_auxiliary():
+    tracker = RoleTracker()
+    history = [said("system", "agent"), said("user", "fix the bug")]
+    tracker.observe("c0", history, SHELL)
+    tracker.answered("c0", said("assistant", "done, it was an off-by-one"))
+    history = [said("system", "remember"), *history[1:], said("assistant", "done, it was an off-by-one")]
+    memory = tracker.observe("c1", [*history, said("user", "what should be kept?")], [Tool(name="remember")])
+    assert memory.role is Role.AUXILIARY
+
+
+def test_an_agent_without_any_tools_becomes_main_at_the_end_at_latest():
+    tracker = RoleTracker()
+    assert tracker.observe("c0", [said("user", "what is 2+2?")], []).role is Role.AUXILIARY
+    assert [(guess.call_id, guess.role) for guess in tracker.finish()] == [("c0", Role.MAIN)]
+
+
+def test_a_plan_that_the_history_takes_in_belongs_to_its_agent():
+    tracker = RoleTracker()
+    tracker.observe("c0", [said("user", "make a plan for the task")], [])
+    tracker.answered("c0", said("assistant", "1. look at the files 2. fix them"))
+    taken_in = said("assistant", "My plan: 1. look at the files 2. fix them")
+    tracker.observe("c1", [said("system", "agent"), said("user", "fix it"), taken_in, said("user", "go")], SHELL)
+    assert [(guess.call_id, guess.role) for guess in tracker.revisions()] == [("c0", Role.MAIN)]
+
+
+def test_a_summary_is_known_by_the_beginning_that_holds_it():
+    tracker = RoleTracker()
+    tracker.observe("c0", [said("system", "agent"), said("user", "fix it")], SHELL)
+    tracker.answered("c0", calling("shell", '{"cmd": "ls"}'))
+    history = [said("system", "agent"), said("user", "fix it"), calling("shell", '{"cmd": "ls"}')]
+    asked = [*history, said("tool", "a.py", tool_call_id="call_0"), said("user", "summarise your work")]
+    assert tracker.observe("c1", asked, SHELL).role is Role.MAIN
+    tracker.answered("c1", said("assistant", "I listed the files; next I fix a.py"))
+    beginning = said("user", "So far: I listed the files; next I fix a.py")
+    assert tracker.observe("c2", [said("system", "agent"), beginning], SHELL).role is Role.MAIN
+    assert [(guess.call_id, guess.role) for guess in tracker.revisions()] == [("c1", Role.MAIN_SUMMARY)]
+
+
+def test_an_explicit_mark_beats_every_other_evidence():
+    tracker = RoleTracker()
+    mark = Mark(agent="s1", is_sub_agent=True, is_compaction=True)
+    guess = tracker.observe("c0", [said("user", "anything")], SHELL, mark)
+    assert (guess.role, guess.agent, guess.confidence) == (Role.SUB_AGENT_SUMMARY, "s1", 1.0)
