@@ -36,8 +36,8 @@ class Match:
     keys: tuple[int, ...]
     """Chained key behind each message."""
     verdict: Verdict
-    """`restored`: every assistant message so far is a recorded reply; `rewritten`: one stands where replies were
-    recorded and is none of them (what precedes it may still be restored); else `rendered`."""
+    """`rewritten`: behind what is covered, an assistant message stands where replies were recorded and is none of them;
+    else `restored` if a stored call is continued, `rendered` if none is."""
     first_difference: int
     """First message after which no stored path goes on; -1 if the request extends one."""
 
@@ -86,7 +86,7 @@ class PathIndex:
             reply = self._fitting(key, message) if is_reply and key in self._replies else None
             if reply is not None:
                 key = reply.key
-                call_id, covered = reply.call_id, index + 1
+                call_id, covered, is_rewritten = reply.call_id, index + 1, False
             else:
                 is_rewritten |= is_reply and key in self._replies
                 key = _chained(key, _ENCODER.encode(message), is_reply=is_reply)
@@ -101,6 +101,8 @@ class PathIndex:
     def _fitting(self, key: int, message: Message) -> _Reply | None:
         """Return the recorded reply that an assistant message echoes, None if none or more than one does."""
         recorded = self._replies.get(key, ())
+        if len(recorded) == 1 and recorded[0].message == message:
+            return recorded[0]
         for fits in (_fits_ids, _fits_exactly, _fits_normalised):
             found = {reply.key: reply for reply in recorded if fits(reply.message, message)}
             if len(found) == 1:
