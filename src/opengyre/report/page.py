@@ -58,7 +58,7 @@ def _section(title: str, body: str, note: str = "") -> str:
 
 def _head(results: Results) -> str:
     versions = ", ".join(f"{escape(name)} {escape(version)}" for name, version in results.versions.items())
-    resumed = f", resumed {results.resumes} times" if results.resumes else ""
+    resumed = f", {results.resumes} resumes" if results.resumes else ""
     return (
         f'<header><p class="kicker">OpenGyre run report</p><h1>{escape(results.run)}</h1>'
         f"<p>{results.steps} optimizer steps in {clock(results.wall_s)}, {results.executions} executions, "
@@ -78,7 +78,8 @@ def _tiles(results: Results) -> str:
     tokens = results.tokens
     ratio = tokens.summed / tokens.unique if tokens.unique else 0.0
     checks = results.checks
-    state = _GOOD if checks.checked_tokens and checks.checked_difference <= TOLERANCE else _BAD
+    is_wrong = checks.checked_difference > TOLERANCE or checks.steps_without_check > 0
+    state = _BAD if is_wrong else _GOOD if checks.checked_tokens else ""
     worst = f"largest difference {checks.checked_difference:.1e}"
     breach = _BAD if results.breach_s > 1 else _GOOD
     switching = results.switching
