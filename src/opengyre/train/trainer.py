@@ -177,8 +177,13 @@ class Trainer:
         """Add the gradient of the rows to the sum of the step; a repetition changes nothing.
 
         Raises:
-            InvariantError: Another step is open, or the weights are not those of the step.
+            InvariantError: The weights are not those of the step, or a row is longer than the policy's context.
         """
+        longest = max((len(row.tokens) for row in rows), default=0)
+        if longest > self.config.context_tokens:
+            raise InvariantError(
+                f"micro-step {micro_step_id}: a row of {longest} tokens, expected at most {self.config.context_tokens}"
+            )
         if step != self.version:
             raise InvariantError(f"micro-step {micro_step_id} of step {step} on weights of version {self.version}")
         if self._step != step:
