@@ -22,9 +22,9 @@ from opengyre.core.types import (
     VersionRun,
 )
 from opengyre.ledger.ledger import Ledger
-from opengyre.report.read import read_run
 from opengyre.run.folder import RunFolder
 from opengyre.run.report import is_running
+from opengyre.run.report_data import read_run
 
 
 def call(seq: int, *, shared: int, tail: list[int], output: list[int], cells: tuple[int, ...] = (0,)) -> Call:

@@ -10,11 +10,11 @@ import msgspec
 from opengyre.core.errors import InputError
 from opengyre.report.console import console
 from opengyre.report.page import page
-from opengyre.report.read import read_run
 from opengyre.report.results import summarise
 from opengyre.report.tables import show_results
 from opengyre.report.trace import trace_events
 from opengyre.run.folder import read_config
+from opengyre.run.report_data import read_run
 
 PAGE = "report.html"
 TREES = "trees.html"
