@@ -15,6 +15,8 @@ from opengyre.core.errors import GyreError, InputError
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("opengyre.run.train", "train a policy by online RL on executions of a harness"),
     "eval": ("opengyre.run.evaluate", "evaluate weights on held-out tasks, sampled and greedy"),
+    "trees": ("opengyre.run.trees", "show the trajectory trees of a run or of a file of calls"),
+    "import": ("opengyre.run.import_files", "turn sessions of other tools into trajectory trees"),
     "report": ("opengyre.run.report", "show what a run has come to: tables, an HTML page, JSON, a trace"),
     "bench": ("opengyre.run.bench", "measure the budgets on this machine"),
     "doctor": ("opengyre.run.doctor", "say what works on this machine; check a run"),
