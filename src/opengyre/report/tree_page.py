@@ -20,14 +20,14 @@ COLOURS = {
 }
 _EXCLUDED = "#c8403a"
 _WIDTH = 1160
-_LEFT = 170
+_LEFT = 210
 _RIGHT = 96
 _LANE = 17
 _SHOWN = 40
 _STYLE = """
 .lane{font-size:11px}.lane.small{font-size:10px;fill:var(--soft)}
 .trunk{fill:var(--line)}.fork{fill:none;stroke:var(--soft);stroke-width:1;opacity:.7}
-.admitted{font-weight:700}.owned{fill:none;stroke:var(--ink);stroke-width:1}
+.admitted{font-weight:700;paint-order:stroke;stroke:var(--card);stroke-width:4px}.owned{fill:none;stroke:var(--ink);stroke-width:1}
 """
 
 
@@ -138,15 +138,19 @@ def _svg(drawn: DrawnTree) -> str:
         parts.append(_lane_label(drawn, lane, top))
         for node in lane.nodes:
             parts += _node(tree, node, top, scale, is_owned=node in owned)
-            if node in by_end:
-                x = _LEFT + tree.nodes[node].end * scale + 4
-                text = f"\N{CHECK MARK} {number(by_end[node].trained_tokens)}"
-                parts.append(f"<text class='lane admitted' x={x:.1f} y={top + 12}>{text}</text>")
+        parts += [_mark(tree, by_end[node], top, scale) for node in lane.nodes if node in by_end]
     height = len(lanes) * _LANE + 20
     axis = f"<text class=tick x={_LEFT} y={height - 4}>0</text>" + (
         f"<text class=tick x={_WIDTH - _RIGHT} y={height - 4} text-anchor=end>{number(depth)} tokens deep</text>"
     )
     return f"<svg viewBox='0 0 {_WIDTH} {height}' role=img aria-label='tree'>{''.join(parts)}{axis}</svg>"
+
+
+def _mark(tree: TrajectoryTree, leaf: AdmittedLeaf, top: int, scale: float) -> str:
+    """Return the mark behind the end of an admitted path."""
+    x = _LEFT + tree.nodes[leaf.node].end * scale + 4
+    text = f"\N{CHECK MARK} {number(leaf.trained_tokens)}"
+    return f"<text class='lane admitted' x={x:.1f} y={top + 12}>{text}</text>"
 
 
 def _lane_label(drawn: DrawnTree, lane: _Lane, top: int) -> str:
@@ -157,10 +161,10 @@ def _lane_label(drawn: DrawnTree, lane: _Lane, top: int) -> str:
     call = tree.calls[last[-1]]
     count = f"{len(last)} call{'s' if len(last) > 1 else ''}"
     reason = "" if call.exclusion in (Exclusion.NONE, Exclusion.AUXILIARY) else f" {call.exclusion.value}"
-    agent = call.agent if len(call.agent) <= 14 else call.agent[:13] + "\N{HORIZONTAL ELLIPSIS}"
+    agent = call.agent if len(call.agent) <= 9 else "\N{HORIZONTAL ELLIPSIS}" + call.agent[-8:]
     name = call.role.value if call.agent in ("", "main") else f"{call.role.value} {agent}"
     return (
-        f"<text class=lane x=0 y={top + 12} style='fill:{_colour(drawn, last[-1])}'>{escape(name[:26])}{reason}</text>"
+        f"<text class=lane x=0 y={top + 12} style='fill:{_colour(drawn, last[-1])}'>{escape(name[:28])}{reason}</text>"
         f"<text class='lane small' x={_LEFT - 6} y={top + 12} text-anchor=end>{count}</text>"
     )
 

@@ -14,6 +14,7 @@ from opengyre.core.errors import FileError, InputError
 from opengyre.core.types import Verdict
 from opengyre.ledger.ledger import FILE_NAME, Ledger
 from opengyre.report.console import console
+from opengyre.report.svg import number
 from opengyre.report.tree_page import DrawnTree, tree_page
 from opengyre.run.folder import read_config
 from opengyre.run.imports.calls import read_calls
@@ -25,6 +26,7 @@ from opengyre.trajectory.tree import TrajectoryTree
 
 _ROWS_SHOWN = 30
 _DETAILS_SHOWN = 8
+_NUMBERS_WIDTH = 65
 Found = tuple[TrajectoryTree, Sequence[Verdict], int]
 """A tree, how its prompts were made, the seed of its admission."""
 
@@ -146,12 +148,13 @@ def write_whole(path: Path, data: bytes) -> None:
 
 def show(executions: Sequence[TreeStatistics], title: str) -> None:
     """Print the executions and their sum."""
-    table = Table(box=box.SIMPLE, title=f"trees of {title}", title_justify="left", padding=(0, 1, 0, 0))
-    table.add_column("execution", no_wrap=True, overflow="ellipsis")
+    table = Table(box=box.SIMPLE, title=f"trees of {title}", title_justify="left", padding=(0, 0))
+    width = max(14, console().width - _NUMBERS_WIDTH)
+    table.add_column("execution", no_wrap=True)
     for name in ("calls", "roots", "nodes", "leaves", "summed", "unique", "ratio", "sampled", "trained"):
         table.add_column(name, justify="right", no_wrap=True)
     for each in sorted(executions, key=lambda one: -one.summed_tokens)[:_ROWS_SHOWN]:
-        table.add_row(each.execution_id, *_cells(each))
+        table.add_row(_cut(each.execution_id, width), *_cells(each))
     if len(executions) > _ROWS_SHOWN:
         table.add_row(f"... {len(executions) - _ROWS_SHOWN} more")
     total = total_of(executions)
@@ -165,8 +168,17 @@ def show(executions: Sequence[TreeStatistics], title: str) -> None:
 
 def _cells(each: TreeStatistics) -> tuple[str, ...]:
     counts = (each.calls, each.roots, each.nodes, sum(each.leaves.values()))
-    tokens = (f"{each.summed_tokens:,}", f"{each.unique_tokens:,}", f"{each.ratio:.2f}")
-    return (*map(str, counts), *tokens, f"{each.sampled_tokens:,}", f"{each.trained_tokens:,}")
+    tokens = (number(each.summed_tokens), number(each.unique_tokens), f"{each.ratio:.1f}")
+    return (*map(str, counts), *tokens, number(each.sampled_tokens), number(each.trained_tokens))
+
+
+def _cut(text: str, width: int) -> str:
+    """Return a text that fits, its end kept.
+
+    >>> _cut("g00012-s03-a0", 8)
+    '...03-a0'
+    """
+    return text if len(text) <= width else "..." + text[len(text) - width + 3 :]
 
 
 def _roles(each: TreeStatistics) -> str:
@@ -174,7 +186,8 @@ def _roles(each: TreeStatistics) -> str:
     parts = []
     for role, leaves in each.leaves.items():
         admitted = [leaf.trained_tokens for leaf in each.admitted if leaf.role == role]
-        parts.append(f"{role} {leaves} leaves, {len(admitted)} admitted, {sum(admitted):,} tokens trained")
+        noun = "leaf" if leaves == 1 else "leaves"
+        parts.append(f"{role} {leaves} {noun}, {len(admitted)} admitted, {sum(admitted):,} tokens trained")
     return "; ".join(parts) or "no leaf"
 
 
