@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import pytest_asyncio
 import torch
 
 from opengyre.algorithm.loss import LossSettings
@@ -21,6 +22,7 @@ from opengyre.core.types import VersionRun
 from opengyre.model.decoder import DecoderConfig, init_parameters
 from opengyre.model.weights import write_version
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 CONFIG = DecoderConfig(vocab_size=64, hidden_size=32, layers=2, heads=4, kv_heads=2, mlp_size=64, context_tokens=256)
 
 
@@ -61,6 +63,19 @@ def request(number: int, *, length: int = 60) -> GenerateRequest:
     )
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(tmp_path_factory):
+    """Two satellites that the tests share: a process start costs seconds. Every test leaves them serving version 0."""
+    folder = tmp_path_factory.mktemp("pair")
+    moved = folder / "moved"
+    moved.mkdir()
+    cells = [LocalCell(number, settings(folder, kv_folder=str(moved))) for number in (1, 2)]
+    reference = weights(folder)
+    await asyncio.gather(*(cell.start(reference) for cell in cells))
+    yield cells, reference, moved
+    await asyncio.gather(*(cell.stop() for cell in cells))
+
+
 async def sampled(cell: LocalCell, tokens: int) -> None:
     while (await cell.status()).sampled_tokens < tokens:
         await asyncio.sleep(0)
@@ -72,16 +87,13 @@ def continued(asked: GenerateRequest, partial: HandedOver) -> GenerateRequest:
     )
 
 
-async def test_sixteen_calls_move_with_their_keys_and_compute_nothing_again(tmp_path):
-    moved = tmp_path / "moved"
-    moved.mkdir()
-    first, second = (LocalCell(number, settings(tmp_path, kv_folder=str(moved))) for number in range(2))
-    reference = weights(tmp_path)
-    await asyncio.gather(first.start(reference), second.start(reference))
+async def test_sixteen_calls_move_with_their_keys_and_compute_nothing_again(pair):
+    (first, second), reference, moved = pair
     asked = [request(number) for number in range(16)]
     whole = await asyncio.gather(*(first.generate(item) for item in asked))
+    before = (await first.status()).sampled_tokens
     live = [asyncio.create_task(first.generate(item)) for item in asked]
-    await sampled(first, 16 * 60 + 16 * 8)
+    await sampled(first, before + 16 * 8)
     await first.switch(Mode.TRAINING, reference)
     partials = await asyncio.gather(*live)
     rest = await asyncio.gather(
@@ -98,14 +110,13 @@ async def test_sixteen_calls_move_with_their_keys_and_compute_nothing_again(tmp_
     await first.switch(Mode.ROLLOUT, reference)
     again = await first.generate(asked[0])
     assert again.output.tolist() == whole[0].output.tolist()
-    await asyncio.gather(first.stop(), second.stop())
 
 
-@pytest.mark.parametrize("steps", [0, 1, 40])
-async def test_calls_of_a_cell_killed_at_any_point_sample_the_same_on_another(tmp_path, steps):
-    first, second = (LocalCell(number, settings(tmp_path)) for number in range(2))
-    reference = weights(tmp_path)
-    await asyncio.gather(first.start(reference), second.start(reference))
+@pytest.mark.parametrize("steps", [0, 40])
+async def test_calls_of_a_cell_killed_at_any_point_sample_the_same_on_another(pair, tmp_path, steps):
+    (second, _), reference, _ = pair
+    first = LocalCell(0, settings(tmp_path))
+    await first.start(reference)
     asked = [request(number, length=100) for number in range(4)]
     live = [asyncio.create_task(first.generate(item)) for item in asked]
     await sampled(first, steps)
@@ -116,10 +127,11 @@ async def test_calls_of_a_cell_killed_at_any_point_sample_the_same_on_another(tm
     answers = await asyncio.gather(*(second.generate(item) for item in asked))
     assert all(len(answer.output) == 100 for answer in answers)
     await first.stop()
-    await first.start(reference)
-    once_more = await first.generate(asked[1])
-    assert once_more.output.tolist() == answers[1].output.tolist()
-    await asyncio.gather(first.stop(), second.stop())
+    if steps:
+        await first.start(reference)
+        once_more = await first.generate(asked[1])
+        assert once_more.output.tolist() == answers[1].output.tolist()
+        await first.stop()
 
 
 async def test_a_cancelled_call_frees_its_place_and_the_others_go_on(tmp_path):
@@ -149,21 +161,17 @@ async def test_a_drain_ends_on_the_old_weights_within_its_limit_and_on_the_new_a
         await cell.stop()
 
 
-async def test_loading_the_served_version_again_changes_nothing_for_live_calls(tmp_path):
-    cell = LocalCell(1, settings(tmp_path))
-    reference = weights(tmp_path)
-    await cell.start(reference)
+async def test_loading_the_served_version_again_changes_nothing_for_live_calls(pair):
+    (cell, _), reference, _ = pair
+    before = (await cell.status()).sampled_tokens
     live = asyncio.create_task(cell.generate(request(1, length=100)))
-    await sampled(cell, 10)
+    await sampled(cell, before + 10)
     assert await cell.load_weights(reference, pinned=()) == 0
     assert (await live).versions == (VersionRun(0, 100),)
-    await cell.stop()
 
 
-async def test_what_does_not_fit_the_mode_is_refused_and_the_cell_lives_on(tmp_path):
-    cell = LocalCell(1, settings(tmp_path))
-    reference = weights(tmp_path)
-    await cell.start(reference)
+async def test_what_does_not_fit_the_mode_is_refused_and_the_cell_lives_on(pair):
+    (cell, _), reference, _ = pair
     with pytest.raises(InvariantError, match="mode rollout"):
         await cell.run_micro_step("a", [], step=0)
     with pytest.raises(InvariantError, match="without the optimizer"):
@@ -173,32 +181,32 @@ async def test_what_does_not_fit_the_mode_is_refused_and_the_cell_lives_on(tmp_p
         await cell.generate(request(1))
     await cell.switch(Mode.ROLLOUT, reference)
     assert len((await cell.generate(request(1))).output) == 60
-    await cell.stop()
 
 
-async def test_weights_that_cannot_be_read_are_reported_and_the_served_ones_stay(tmp_path):
-    cell = LocalCell(1, settings(tmp_path))
-    reference = weights(tmp_path)
-    await cell.start(reference)
+async def test_weights_that_cannot_be_read_are_reported_and_the_served_ones_stay(pair):
+    (cell, _), reference, _ = pair
     with pytest.raises(RunError, match="absent"):
         await cell.load_weights(msgspec.structs.replace(reference, version=1, path="absent", checksum="x"), pinned=())
     assert (await cell.generate(request(1))).versions == (VersionRun(0, 60),)
-    await cell.stop()
 
 
-async def test_an_idle_cell_uses_no_processor_time_and_stop_ends_the_process(tmp_path):
-    cell = LocalCell(1, settings(tmp_path))
-    await cell.start(weights(tmp_path))
+async def test_an_idle_cell_uses_no_processor_time(pair):
+    (cell, _), _, _ = pair
     await cell.generate(request(1))
-    number = cell.process_id
 
     def ticks() -> int:
-        fields = Path(f"/proc/{number}/stat").read_text().rsplit(")", 1)[1].split()
+        fields = Path(f"/proc/{cell.process_id}/stat").read_text().rsplit(")", 1)[1].split()
         return int(fields[11]) + int(fields[12])
 
     before = ticks()
     await asyncio.sleep(0.3)
     assert ticks() - before <= 1
+
+
+async def test_stop_ends_the_process(tmp_path):
+    cell = LocalCell(1, settings(tmp_path))
+    await cell.start(weights(tmp_path))
+    number = cell.process_id
     await cell.stop()
     assert not Path(f"/proc/{number}").exists()
     with pytest.raises(CellLostError):

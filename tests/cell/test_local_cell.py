@@ -20,7 +20,7 @@ from opengyre.core.protocols import GenerateRequest, Generation
 from opengyre.core.types import Role, Row
 from opengyre.model.decoder import DecoderConfig, init_parameters
 from opengyre.model.weights import read_tensors, read_version, write_version
-from opengyre.train.trainer import OptimizerSettings
+from opengyre.train.optimizer import OptimizerSettings
 
 CONFIG = DecoderConfig(vocab_size=64, hidden_size=32, layers=2, heads=4, kv_heads=2, mlp_size=64, context_tokens=256)
 

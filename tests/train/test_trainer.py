@@ -11,7 +11,9 @@ from opengyre.algorithm.loss import LossSettings
 from opengyre.core.errors import FileError, InvariantError
 from opengyre.core.types import Role, Row
 from opengyre.model.decoder import DecoderConfig, Parameters, init_parameters
-from opengyre.train.trainer import OptimizerSettings, Trainer, batches_of, target_logprobs
+from opengyre.model.weights import write_tensors
+from opengyre.train.optimizer import OptimizerSettings
+from opengyre.train.trainer import Trainer, batches_of, target_logprobs
 
 CONFIG = DecoderConfig(vocab_size=40, hidden_size=16, layers=2, heads=4, kv_heads=2, mlp_size=24, context_tokens=64)
 OPTIMIZER = OptimizerSettings(learning_rate=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.0, gradient_clip=1.0)
@@ -242,6 +244,9 @@ def test_an_optimizer_file_that_is_none_is_refused(tmp_path):
     (tmp_path / "broken").write_bytes(b"nothing")
     with pytest.raises(FileError, match="not a readable safetensors file"):
         trainer().load_optimizer(tmp_path / "broken")
+    write_tensors(tmp_path / "foreign", {"a": torch.zeros(2)}, {})
+    with pytest.raises(FileError, match="not an optimizer state of this policy"):
+        trainer().load_optimizer(tmp_path / "foreign")
 
 
 @given(st.lists(st.integers(0, 10_000), max_size=40), st.integers(1, 200))

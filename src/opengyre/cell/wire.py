@@ -16,7 +16,7 @@ from opengyre.core.errors import InvariantError
 from opengyre.core.events import Mode
 from opengyre.core.protocols import GenerateRequest
 from opengyre.core.types import Row
-from opengyre.train.trainer import OptimizerSettings
+from opengyre.train.optimizer import OptimizerSettings
 
 HEADER = struct.Struct("<I")
 LARGEST_FRAME_BYTES = 1 << 30

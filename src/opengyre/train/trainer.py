@@ -15,29 +15,17 @@ from torch import Tensor
 
 from opengyre.algorithm.loss import LossMeasures, LossSettings, policy_loss
 from opengyre.core.cells import MicroStepResult
-from opengyre.core.errors import InvariantError
+from opengyre.core.errors import FileError, InvariantError
 from opengyre.core.types import Row
 from opengyre.model.decoder import DecoderConfig, Parameters, forward_hidden, logits_of
 from opengyre.model.weights import read_tensors, write_tensors
+from opengyre.train.optimizer import AdamW, clip
+from opengyre.train.optimizer import OptimizerSettings as OptimizerSettings
 
 BATCH_TOKENS = 2048
 """Padded tokens of one forward-backward at most; 1-2k is the cache sweet spot on CPUs."""
 CHECK_TOKENS = 2048
 """Padded tokens of the rows that are checked under an older version, a micro-step."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerSettings:
-    """AdamW and clipping.
-
-    Example: ``OptimizerSettings(learning_rate=3e-4, beta1=0.9, beta2=0.95, weight_decay=0.0, gradient_clip=0.5)``.
-    """
-
-    learning_rate: float
-    beta1: float
-    beta2: float
-    weight_decay: float
-    gradient_clip: float
 
 
 @dataclass
@@ -131,21 +119,12 @@ class Trainer:
         self.config = config
         self.version = version
         self._loss = loss
-        self._optimizer_settings = optimizer
         self._parameters = {name: tensor.clone().requires_grad_() for name, tensor in parameters.items()}
         self._dtype = self._parameters["embed"].dtype
         self._past: dict[int, Parameters] = {version: {name: tensor.clone() for name, tensor in parameters.items()}}
         self._done: dict[str, MicroStepResult] = {}
         self._step = -1
-        self._optimizer: torch.optim.AdamW | None = None
-        if optimizer is not None:
-            self._optimizer = torch.optim.AdamW(
-                list(self._parameters.values()),
-                lr=optimizer.learning_rate,
-                betas=(optimizer.beta1, optimizer.beta2),
-                weight_decay=optimizer.weight_decay,
-                foreach=True,
-            )
+        self._optimizer = AdamW(self._parameters, optimizer) if optimizer is not None else None
 
     @property
     def parameters(self) -> Parameters:
@@ -274,7 +253,7 @@ class Trainer:
         Raises:
             InvariantError: The step is not the next one, or this is not the core.
         """
-        if self._optimizer is None or self._optimizer_settings is None:
+        if self._optimizer is None:
             raise InvariantError(f"step {step} was to be closed on a cell without the optimizer")
         if step != self.version:
             raise InvariantError(f"step {step} was to be closed on weights of version {self.version}")
@@ -288,12 +267,9 @@ class Trainer:
         empty = executions == 0 or all(not bool(tensor.any()) for tensor in total.values())
         norm = 0.0
         if not empty:
-            for name, tensor in self._parameters.items():
-                tensor.grad = total[name] / executions
-            norm = float(
-                torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._optimizer_settings.gradient_clip)
-            )
-            self._optimizer.step()
+            mean = {name: tensor / executions for name, tensor in total.items()}
+            norm = clip(mean, self._optimizer.settings.gradient_clip)
+            self._optimizer.step(mean)
         self._step = step
         self.forget_step(step)
         self._remember(step + 1, keep_versions)
@@ -303,11 +279,7 @@ class Trainer:
         """Write the optimizer state durably."""
         if self._optimizer is None:
             raise InvariantError("a satellite has no optimizer to save")
-        tensors: dict[str, Tensor] = {}
-        for name, tensor in self._parameters.items():
-            for key, value in self._optimizer.state.get(tensor, {}).items():
-                tensors[f"{name}|{key}"] = value
-        write_tensors(path, tensors or {"empty": torch.zeros(1)}, {"version": str(self.version)})
+        write_tensors(path, self._optimizer.state(), {"version": str(self.version)})
 
     def load_optimizer(self, path: Path) -> None:
         """Read what ``save_optimizer`` wrote.
@@ -318,10 +290,10 @@ class Trainer:
         if self._optimizer is None:
             raise InvariantError("a satellite has no optimizer to load")
         tensors, _ = read_tensors(path)
-        for key, value in tensors.items():
-            name, _, field = key.partition("|")
-            if field:
-                self._optimizer.state[self._parameters[name]][field] = value
+        try:
+            self._optimizer.load(tensors)
+        except KeyError as error:
+            raise FileError(f"{path}: not an optimizer state of this policy: {error} is missing") from error
 
 
 @dataclass(frozen=True)
