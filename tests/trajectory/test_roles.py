@@ -156,3 +156,34 @@ def test_an_explicit_mark_beats_every_other_evidence():
     mark = Mark(agent="s1", is_sub_agent=True, is_compaction=True)
     guess = tracker.observe("c0", [said("user", "anything")], SHELL, mark)
     assert (guess.role, guess.agent, guess.confidence) == (Role.SUB_AGENT_SUMMARY, "s1", 1.0)
+
+
+def test_a_refused_compaction_is_known_by_one_that_succeeds_later():
+    system, listed = said("system", "agent"), said("tool", "a.py", tool_call_id="call_0")
+    history = [system, said("user", "fix it"), calling("shell", "{}"), listed]
+    tracker = RoleTracker()
+    tracker.observe("c0", history[:2], SHELL)
+    tracker.answered("c0", calling("shell", "{}"))
+    tracker.observe("c1", [*history, said("user", "summarise now")], SHELL)
+    tracker.answered("c1", calling("shell", "{}", 1))
+    tracker.observe("c2", history, SHELL)
+    tracker.answered("c2", calling("shell", "{}", 2))
+    longer = [*history, calling("shell", "{}", 2), said("tool", "b.py", tool_call_id="call_2")]
+    tracker.observe("c3", [*longer, said("user", "summarise now")], SHELL)
+    tracker.answered("c3", said("assistant", "I looked at both of the files"))
+    tracker.observe("c4", [system, said("user", "Before: I looked at both of the files")], SHELL)
+    found = {guess.call_id: guess.role for guess in tracker.revisions()}
+    assert found == {"c1": Role.MAIN_SUMMARY, "c3": Role.MAIN_SUMMARY}
+
+
+def test_a_memory_agent_stays_auxiliary_when_it_goes_on():
+    tracker = RoleTracker()
+    history = [said("user", "fix the bug"), said("assistant", "done, it was an off-by-one")]
+    tracker.observe("c0", [said("system", "agent"), *history[:1]], SHELL)
+    tracker.answered("c0", history[1])
+    asked = [said("system", "remember"), *history, said("user", "what should be kept?")]
+    tracker.observe("c1", asked, [Tool(name="remember")])
+    tracker.answered("c1", calling("remember", "{}"))
+    longer = [*asked, calling("remember", "{}"), said("tool", "kept", tool_call_id="call_0")]
+    assert tracker.observe("c2", longer, [Tool(name="remember")]).role is Role.AUXILIARY
+    assert tracker.revisions() == []

@@ -1,0 +1,146 @@
+"""What the role tracker keeps of a request: its history as a chain of keys, system text, tools, reply."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import xxhash
+
+from opengyre.core.chat import Message, Tool
+from opengyre.core.types import Role
+
+LINE_CHARACTERS = 16
+SYSTEM_ROLES = ("system", "developer")
+
+
+class RoleGuess(msgspec.Struct, frozen=True, kw_only=True):
+    """What is believed of a call.
+
+    >>> RoleGuess(call_id="c1", role=Role.MAIN, agent="main", evidence="first root with tools", confidence=0.8).agent
+    'main'
+    """
+
+    call_id: str
+    role: Role
+    agent: str
+    evidence: str
+    confidence: float
+
+
+@dataclass
+class Agent:
+    """One agent of the harness, as its requests show it.
+
+    >>> Agent(name="sub-1", is_sub=True).last
+    -1
+    """
+
+    name: str
+    is_sub: bool
+    fingerprints: set[tuple[int, int]] = field(default_factory=set)
+    toolsets: set[int] = field(default_factory=set)
+    spawn: str = ""
+    last: int = -1
+    """Its latest request that was not set aside as summary or plan."""
+
+
+@dataclass
+class SeenRequest:
+    """One request as the tracker keeps it.
+
+    Example: ``seen_request("c0", 0, messages, tools)``; ``chain`` has a key behind each message that is no system text.
+    """
+
+    guess: RoleGuess
+    place: int
+    agent: Agent | None
+    chain: tuple[int, ...]
+    system: int
+    toolset: int
+    has_tools: bool
+    ends_with_user: bool
+    closing: int
+    """Hash of the last user text behind a history; 0 if the request ends otherwise."""
+    is_root: bool
+    body: int
+    reply: Message | None = None
+
+    @property
+    def fingerprint(self) -> tuple[int, int]:
+        """System text and tool names."""
+        return (self.system, self.toolset)
+
+
+def seen_request(call_id: str, place: int, messages: Sequence[Message], tools: Sequence[Tool]) -> SeenRequest:
+    """Return a request as the tracker keeps it: its chain leaves out system texts."""
+    system = [message.content for message in messages if message.role in SYSTEM_ROLES]
+    names = sorted(tool.name for tool in tools)
+    chain: list[int] = []
+    key = 0
+    for message in messages:
+        if message.role not in SYSTEM_ROLES:
+            key = xxhash.xxh3_64_intdigest(message_bytes(message), seed=key)
+            chain.append(key)
+    first_system = system[0] if messages and messages[0].role in SYSTEM_ROLES else ""
+    toolset = hashed("\0".join(names))
+    return SeenRequest(
+        guess=RoleGuess(call_id=call_id, role=Role.AUXILIARY, agent="", evidence="", confidence=0.0),
+        place=place,
+        agent=None,
+        chain=tuple(chain),
+        system=hashed(first_system),
+        toolset=toolset,
+        has_tools=bool(tools),
+        ends_with_user=bool(messages) and messages[-1].role == "user",
+        closing=hashed(messages[-1].content.strip()) if len(chain) > 1 and messages[-1].role == "user" else 0,
+        is_root=True,
+        body=hashed(f"{first_system}\0{toolset}\0{chain[-1] if chain else 0}"),
+    )
+
+
+def message_bytes(message: Message) -> bytes:
+    """Return what two echoes of one message share: ids of tool calls, or text without surrounding space."""
+    if message.tool_calls:
+        return "\0".join(call.id or call.name for call in message.tool_calls).encode(errors="surrogatepass")
+    return f"{message.role}\0{message.tool_call_id}\0{message.content.strip()}".encode(errors="surrogatepass")
+
+
+def texts_of(arguments: str) -> list[str]:
+    """Return the text values of a tool call's arguments.
+
+    >>> texts_of('{"prompt": " count the files ", "n": 3}')
+    ['count the files']
+    """
+    try:
+        parsed = msgspec.json.decode(arguments)
+    except msgspec.DecodeError:
+        return []
+    values = list(parsed.values()) if isinstance(parsed, dict) else []
+    return [value.strip() for value in values if isinstance(value, str)]
+
+
+def holds(text: str, reply: str) -> bool:
+    r"""Return whether a text holds a reply, or at least half of its longer lines.
+
+    >>> holds("Summary:\nwrote the first file\nnext: the second", "<x>\nwrote the first file\n</x>")
+    True
+    """
+    if reply in text:
+        return True
+    lines = [line.strip() for line in reply.splitlines() if len(line.strip()) >= LINE_CHARACTERS]
+    return bool(lines) and 2 * sum(line in text for line in lines) >= len(lines)
+
+
+def lines_of(text: str) -> list[int]:
+    """Return the hashes of the longer lines of a text."""
+    return [hashed(line.strip()) for line in text.splitlines() if len(line.strip()) >= LINE_CHARACTERS]
+
+
+def hashed(text: str) -> int:
+    """Return the xxh3 of a text, 64 bits."""
+    return xxhash.xxh3_64_intdigest(text.encode(errors="surrogatepass"))
+
+
+def is_text(reply: Message | None) -> bool:
+    """Return whether a reply is there, says something and calls no tool."""
+    return reply is not None and not reply.tool_calls and bool(reply.content.strip())
