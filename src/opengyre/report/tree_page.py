@@ -100,10 +100,8 @@ def _section(drawn: DrawnTree) -> str:
 
 
 def _lanes(tree: TrajectoryTree) -> list[_Lane]:
-    """Return the lanes in preorder: a path goes straight on into its deepest child.
-
-    A path goes on into the child with the deepest end, so the longest history is one straight lane.
-    """
+    """Return the lanes in preorder: a path goes straight on into its deepest child and ends where a candidate ends."""
+    ends = {tree.call_ends[index] for index in tree.candidates()}
     deepest = [0] * len(tree.nodes)
     order = list(tree.preorder())
     for node in reversed(order):
@@ -114,6 +112,9 @@ def _lanes(tree: TrajectoryTree) -> list[_Lane]:
         node, parent_lane = waiting.pop()
         nodes, side = [node], []
         while children := tree.children_of(nodes[-1]):
+            if nodes[-1] in ends:
+                side += children
+                break
             straight = max(children, key=lambda child: deepest[child])
             side += [child for child in children if child != straight]
             nodes.append(straight)
