@@ -1,6 +1,8 @@
 import string
 
 import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
 
 from opengyre.core.chat import Message, Tool, ToolCall
 from opengyre.core.types import Role
@@ -187,3 +189,46 @@ def test_a_memory_agent_stays_auxiliary_when_it_goes_on():
     longer = [*asked, calling("remember", "{}"), said("tool", "kept", tool_call_id="call_0")]
     assert tracker.observe("c2", longer, [Tool(name="remember")]).role is Role.AUXILIARY
     assert tracker.revisions() == []
+
+
+texts = st.sampled_from(
+    ["", "go", "count the files now", "a long enough line of text", "first\nthen a second long line"]
+)
+drawn_message = st.builds(
+    Message,
+    role=st.sampled_from(["system", "user", "assistant", "tool"]),
+    content=texts,
+    tool_calls=st.lists(
+        st.builds(
+            ToolCall,
+            id=st.sampled_from(["", "c1"]),
+            name=st.just("f"),
+            arguments=st.sampled_from(["{", '{"p": "count the files now"}']),
+        ),
+        max_size=1,
+    ).map(tuple),
+)
+drawn_request = st.tuples(
+    st.lists(drawn_message, max_size=5),
+    st.booleans(),
+    st.one_of(st.none(), drawn_message),
+    st.sampled_from(["", "a", "b"]),
+)
+
+
+@given(st.lists(drawn_request, max_size=10))
+def test_any_sequence_of_requests_is_judged_and_revisions_agree_with_the_last_guess(requests):
+    tracker, told = RoleTracker(), {}
+    for number, (messages, has_tools, reply, agent) in enumerate(requests):
+        mark = Mark(agent=agent) if agent else None
+        told[str(number)] = tracker.observe(str(number), messages, SHELL if has_tools else [], mark)
+        told |= {guess.call_id: guess for guess in tracker.revisions()}
+        if reply is not None:
+            tracker.answered(str(number), reply)
+    told |= {guess.call_id: guess for guess in tracker.finish()}
+    for call_id, guess in told.items():
+        final = tracker.guess_of(call_id)
+        assert (guess.role, guess.agent) == (final.role, final.agent)
+        assert 0.0 < final.confidence <= 1.0
+        assert final.evidence
+    assert not requests or any(guess.role is not Role.AUXILIARY for guess in told.values())

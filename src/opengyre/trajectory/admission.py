@@ -38,6 +38,7 @@ def admit(tree: TrajectoryTree, *, max_leaves: int, seed: int) -> list[AdmittedL
     """
     sampled = [node.sampled for node in tree.nodes]
     covered = [False] * len(tree.nodes)
+    order = list(tree.preorder())
     by_role: dict[Role, list[int]] = {}
     for index in tree.candidates():
         if tree.calls[index].role is not Role.AUXILIARY:
@@ -47,7 +48,8 @@ def admit(tree: TrajectoryTree, *, max_leaves: int, seed: int) -> list[AdmittedL
     for role in Role:
         waiting = by_role.get(role, [])
         while waiting and (not max_leaves or len(admitted) < max_leaves):
-            gains = [_gain(tree, index, sampled, covered) for index in waiting]
+            uncovered = _uncovered(tree, order, sampled, covered)
+            gains = [uncovered[tree.call_ends[index]] for index in waiting]
             if not any(gains):
                 break
             chosen = _weighted(gains, seed, draw)
@@ -61,14 +63,14 @@ def admit(tree: TrajectoryTree, *, max_leaves: int, seed: int) -> list[AdmittedL
     return admitted
 
 
-def _gain(tree: TrajectoryTree, index: int, sampled: list[int], covered: list[bool]) -> int:
-    """Return the trainable tokens that the leaf would add: covered nodes form the head of every path."""
-    total = 0
-    node = tree.call_ends[index]
-    while node != ROOT and not covered[node]:
-        total += sampled[node]
-        node = tree.nodes[node].parent
-    return total
+def _uncovered(tree: TrajectoryTree, order: list[int], sampled: list[int], covered: list[bool]) -> list[int]:
+    """Return for each node the trainable tokens of its path that no admitted leaf covers, in one pass."""
+    found = [0] * len(order)
+    for node in order:
+        if not covered[node]:
+            parent = tree.nodes[node].parent
+            found[node] = sampled[node] + (found[parent] if parent != ROOT else 0)
+    return found
 
 
 def _weighted(gains: list[int], seed: int, draw: int) -> int:
