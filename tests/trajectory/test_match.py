@@ -1,11 +1,15 @@
 from collections import Counter
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from opengyre.core.chat import Message, Tool, ToolCall
-from opengyre.core.types import Verdict
+from opengyre.core.types import Role, Verdict, VersionRun
+from opengyre.trajectory.admission import admit
 from opengyre.trajectory.match import PathIndex
+from opengyre.trajectory.rows import rows_of
+from opengyre.trajectory.tree import TrajectoryTree, TreeCall
 
 
 def user(text):
@@ -118,6 +122,25 @@ def test_every_honest_continuation_is_restored_to_its_last_call(turns):
         history.append(reply)
 
 
+def stand_in_call(number, context, sampled):
+    return TreeCall(
+        call_id=str(number),
+        request_id=str(number),
+        agent="",
+        role=Role.MAIN,
+        context=np.array(context, np.int32),
+        output=np.array(sampled, np.int32),
+        logprobs=np.full(len(sampled), -1, np.float32),
+        versions=(VersionRun(0, len(sampled)),),
+    )
+
+
+def sampled_places(tree):
+    """Tokens that are trained when no leaf is left out."""
+    rows = rows_of(tree, admit(tree, max_leaves=0, seed=0), advantage=1.0)
+    return [int(token) for row in rows for token in row.tokens[row.trainable]]
+
+
 EXPECTED = {
     # session: restored, rendered, rewritten; the table in docs/trajectory.md
     "claude-code/s1d": (9, 4, 0),
@@ -140,7 +163,7 @@ EXPECTED = {
 def test_every_recorded_session_is_matched_and_never_encodes_a_sampled_token_again(session, session_name):
     """A stand-in tokenizer: a message is one token of its own, a sampled reply three fresh ones."""
     requests = session(session_name)
-    index, paths, fresh = PathIndex(), {}, iter(range(10**6))
+    index, tree, paths, fresh = PathIndex(), TrajectoryTree(session_name), {}, iter(range(10**6))
     verdicts = []
     for request in requests:
         match = index.match(request.messages, request.tools)
@@ -154,6 +177,8 @@ def test_every_recorded_session_is_matched_and_never_encodes_a_sampled_token_aga
             sampled = [next(fresh) for _ in range(3)]
             index.add(str(request.number), match.keys, request.reply)
             paths[str(request.number)] = context + sampled
+            tree.insert(stand_in_call(request.number, context, sampled))
     assert verdicts[0] is Verdict.RENDERED
+    assert tree.sampled_tokens == 3 * len(paths) == len(sampled_places(tree))
     counts = Counter(verdict.value for verdict in verdicts)
     assert (counts["restored"], counts["rendered"], counts["rewritten"]) == EXPECTED[session_name]

@@ -79,7 +79,7 @@ def seen_request(call_id: str, place: int, messages: Sequence[Message], tools: S
     key = 0
     for message in messages:
         if message.role not in SYSTEM_ROLES:
-            key = xxhash.xxh3_64_intdigest(message_bytes(message), seed=key)
+            key = message_key(message, key)
             chain.append(key)
     first_system = system[0] if messages and messages[0].role in SYSTEM_ROLES else ""
     toolset = hashed("\0".join(names))
@@ -98,11 +98,14 @@ def seen_request(call_id: str, place: int, messages: Sequence[Message], tools: S
     )
 
 
-def message_bytes(message: Message) -> bytes:
-    """Return what two echoes of one message share: ids of tool calls, or text without surrounding space."""
+def message_key(message: Message, previous: int) -> int:
+    """Return the chained key of what two echoes of a message share: ids of tool calls, or text without outer space."""
     if message.tool_calls:
-        return "\0".join(call.id or call.name for call in message.tool_calls).encode(errors="surrogatepass")
-    return f"{message.role}\0{message.tool_call_id}\0{message.content.strip()}".encode(errors="surrogatepass")
+        return xxhash.xxh3_64_intdigest(
+            "\0".join(call.id or call.name for call in message.tool_calls).encode(errors="surrogatepass"), previous
+        )
+    head = xxhash.xxh3_64_intdigest(f"{message.role}\0{message.tool_call_id}".encode(), previous)
+    return xxhash.xxh3_64_intdigest(message.content.strip().encode(errors="surrogatepass"), head)
 
 
 def texts_of(arguments: str) -> list[str]:
