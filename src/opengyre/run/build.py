@@ -38,7 +38,8 @@ from opengyre.run.groups import GroupBook
 from opengyre.run.router import CellRouter
 from opengyre.run.training_desk import TrainingDesk
 from opengyre.run.warmstart import TOKENIZER
-from opengyre.schedule.scheduler import EVALUATION_STRIDE, Scheduler
+from opengyre.schedule.roster import EVALUATION_STRIDE
+from opengyre.schedule.scheduler import Scheduler
 from opengyre.schedule.settings import ScheduleSettings
 from opengyre.tasks.minirepo.tasks import minirepo_task
 from opengyre.train.trainer import OptimizerSettings
@@ -54,7 +55,6 @@ class LiveRun:
     ledger: Ledger
     driver: Driver
     server: ForkServer
-    evaluator: SandboxedEvaluator
     gradients: Path
 
     async def start(self) -> None:
@@ -69,7 +69,7 @@ class LiveRun:
         await self.driver.cells.stop()
         await self.driver.executions.proxy.stop()
         await self.server.stop()
-        self.evaluator.close()
+        self.driver.executions.evaluator.close()
         shutil.rmtree(self.gradients, ignore_errors=True)
 
 
@@ -139,6 +139,8 @@ def cell_settings(
         dtype=config.cells.dtype,
         keep_versions=keep_versions(config),
         drain=config.rollout.publish == "drain",
+        drain_s=config.rollout.drain_s,
+        kv_folder="" if config.rollout.hand_over == "prefill" else str(gradients),
         loss=LossSettings(
             importance=algorithm.importance,
             importance_cap=algorithm.importance_cap,
@@ -171,6 +173,79 @@ def harness_plan(config: Config) -> HarnessPlan:
     return HarnessPlan(module="gyre_agent.agent", command=(), environment={}, settings=settings)
 
 
+def build_cells(
+    folder: RunFolder,
+    ledger: Ledger,
+    *,
+    router: CellRouter,
+    gradients: Path,
+    incarnation: int,
+    clock: RunClock,
+    post: Callable[[Event], None],
+) -> CellDesk:
+    """Return the desk of the cells; its ``versions`` still have to be filled."""
+    config = folder.config
+    cells = {
+        cell_id: LocalCell(
+            cell_id, cell_settings(config, folder, gradients, incarnation=incarnation, is_core=cell_id == CORE)
+        )
+        for cell_id in range(config.cells.count)
+    }
+    return CellDesk(
+        cells,
+        core=CORE,
+        router=router,
+        ledger=ledger,
+        clock=clock,
+        post=post,
+        optimizer_folder=folder.optimizer,
+    )
+
+
+def build_executions(
+    folder: RunFolder,
+    ledger: Ledger,
+    server: ForkServer,
+    *,
+    router: CellRouter,
+    clock: RunClock,
+    post: Callable[[Event], None],
+) -> ExecutionDesk:
+    """Return the desk of the executions: proxy, harness, sandbox, scoring.
+
+    Raises:
+        ConfigError: The configuration names what is not there.
+    """
+    config = folder.config
+    is_sandboxed = config.sandbox.kind != "none"
+    renderer = EmbeddedRenderer(EmbeddedTokenizer.load(folder.path / TOKENIZER))
+    proxy = Proxy(
+        engine=router,
+        store=ledger,
+        renderer=renderer,
+        clock=clock,
+        body_limit_bytes=config.proxy.body_limit_bytes,
+    )
+    evaluator = SandboxedEvaluator(
+        server,
+        folder.path / "scoring",
+        workers=config.evaluation.workers,
+        is_sandboxed=is_sandboxed,
+        memory_bytes=config.sandbox.memory_bytes,
+    )
+    return ExecutionDesk(
+        config=config,
+        runner=LiveRunner(config, folder.executions, server, harness_plan(config), is_sandboxed=is_sandboxed),
+        evaluator=evaluator,
+        proxy=proxy,
+        router=router,
+        ledger=ledger,
+        clock=clock,
+        post=post,
+        sockets=folder.sockets,
+    )
+
+
 def build_run(
     folder: RunFolder,
     ledger: Ledger,
@@ -185,58 +260,22 @@ def build_run(
         ConfigError: The configuration names what is not there.
     """
     config = folder.config
+    task_of = task_source(config)
     scheduler = Scheduler(schedule_settings(config))
     inbox: asyncio.Queue[Event] = asyncio.Queue()
-    renderer = EmbeddedRenderer(EmbeddedTokenizer.load(folder.path / TOKENIZER))
+    post = inbox.put_nowait
     router = CellRouter(kv_capacity=config.cells.kv_tokens, clock=clock)
-    gradients = shared_folder(folder.sockets)
-    is_sandboxed = config.sandbox.kind != "none"
-    cells = CellDesk(
-        {
-            cell_id: LocalCell(
-                cell_id,
-                cell_settings(config, folder, gradients, incarnation=incarnation, is_core=cell_id == CORE),
-            )
-            for cell_id in range(config.cells.count)
-        },
-        core=CORE,
-        router=router,
-        ledger=ledger,
-        clock=clock,
-        post=inbox.put_nowait,
-        optimizer_folder=folder.optimizer,
-    )
-    proxy = Proxy(
-        engine=router,
-        store=ledger,
-        renderer=renderer,
-        clock=clock,
-        body_limit_bytes=config.proxy.body_limit_bytes,
-    )
     server = ForkServer(folder.path / "forkserver.log")
-    evaluator = SandboxedEvaluator(
-        server,
-        folder.path / "scoring",
-        workers=config.evaluation.workers,
-        is_sandboxed=is_sandboxed,
-        memory_bytes=config.sandbox.memory_bytes,
-    )
-    executions = ExecutionDesk(
-        config=config,
-        runner=LiveRunner(config, folder.executions, server, harness_plan(config), is_sandboxed=is_sandboxed),
-        evaluator=evaluator,
-        proxy=proxy,
-        router=router,
-        ledger=ledger,
-        clock=clock,
-        post=inbox.put_nowait,
-        sockets=folder.sockets,
+    executions = build_executions(folder, ledger, server, router=router, clock=clock, post=post)
+    gradients = shared_folder(folder.sockets)
+    cells = build_cells(
+        folder, ledger, router=router, gradients=gradients, incarnation=incarnation, clock=clock, post=post
     )
     training = TrainingDesk(
         cells=cells,
         ledger=ledger,
         clock=clock,
-        post=inbox.put_nowait,
+        post=post,
         modes=scheduler.mode,
         incarnation=incarnation,
         keep_versions=keep_versions(config),
@@ -249,12 +288,12 @@ def build_run(
         cells=cells,
         executions=executions,
         training=training,
-        task_of=task_source(config),
+        task_of=task_of,
         clock=clock,
         inbox=inbox,
         on_change=on_change,
     )
-    return LiveRun(folder, ledger, driver, server, evaluator, gradients)
+    return LiveRun(folder, ledger, driver, server, gradients)
 
 
 def run_record(config: Config, *, incarnation: int, now_s: float) -> RunRecord:

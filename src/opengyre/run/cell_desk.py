@@ -193,11 +193,19 @@ class CellDesk:
         self._router.open_cell(cell)
         self._post(SwitchDone(cell_id=cell.cell_id, mode=Mode.ROLLOUT))
 
-    async def _close_span(self, cell_id: int, following: Mode | None) -> None:
-        """Write down what a cell has done in its present mode and begin the next span."""
+    async def _close_span(self, cell_id: int, following: Mode | None, *, only: _Span | None = None) -> None:
+        """Write down what a cell has done in its present mode and begin the next span.
+
+        Args:
+            cell_id: The cell.
+            following: What it does next, None at the end.
+            only: Do nothing if its span is another one by now.
+        """
         status = await self.cells[cell_id].status()
         now_s = self._clock()
         span = self._spans.get(cell_id)
+        if only is not None and span is not only:
+            return
         if span is not None and now_s > span.started_s:
             await self._ledger.add_record(
                 CellSpan(
@@ -211,6 +219,13 @@ class CellDesk:
             )
         if following is not None:
             self._spans[cell_id] = _Span(following, now_s, status.busy_s, status.sampled_tokens)
+
+    async def save_spans(self) -> None:
+        """Write down what every cell has done so far, so that a killed run has it in its report."""
+        for cell_id, span in list(self._spans.items()):
+            if span.mode is not Mode.SWITCHING:
+                with contextlib.suppress(CellLostError):
+                    await self._close_span(cell_id, span.mode, only=span)
 
     def note_trained(self, cell_id: int, tokens: int) -> None:
         """Count trained tokens of a cell's present span."""
@@ -252,6 +267,7 @@ class CellDesk:
                 live_calls=sum(result for result in results if isinstance(result, int)),
             )
         )
+        await self.save_spans()
         self._post(WeightsPublished(version=version, incarnation=incarnation, cells=self._router.open_cells))
 
     def forget_versions(self, keep: int) -> None:

@@ -38,7 +38,8 @@ from opengyre.run.execution_desk import ExecutionDesk
 from opengyre.run.groups import GroupBook, GroupState, execution_of, reward_of
 from opengyre.run.material import GroupMaterial, material_of, row_name
 from opengyre.run.training_desk import TrainingDesk
-from opengyre.schedule.scheduler import EVALUATION_STRIDE, Scheduler
+from opengyre.schedule.roster import EVALUATION_STRIDE
+from opengyre.schedule.scheduler import Scheduler
 
 SPENT_SHARE = 0.25
 TRAINING_TOKEN_S = 2.5e-4

@@ -42,6 +42,7 @@ class RunFolder:
         Raises:
             InputError: The folder exists and is not empty, cannot be made, or the disk is nearly full.
         """
+        path = path.resolve()
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise InputError(f"{path}: exists already; continue it with --resume, or name another folder with --run")
         try:
@@ -64,6 +65,7 @@ class RunFolder:
         Raises:
             InputError: The folder holds no run, or another driver is at work in it.
         """
+        path = path.resolve()
         config = read_config(path)
         return cls(path, config, _hold_lock(path))
 

@@ -28,7 +28,7 @@ from opengyre.ledger.ledger import Ledger, LoggedEvent
 from opengyre.run.build import LiveRun, weights_of
 from opengyre.run.folder import RunFolder
 from opengyre.run.groups import GroupState, execution_of, reward_of
-from opengyre.schedule.scheduler import EVALUATION_STRIDE
+from opengyre.schedule.roster import EVALUATION_STRIDE
 
 SHIM_GRACE_S = 5.0
 

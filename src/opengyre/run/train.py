@@ -23,6 +23,7 @@ from opengyre.run.build import LiveRun, build_run, run_record
 from opengyre.run.clock import RunClock
 from opengyre.run.driver import Driver
 from opengyre.run.folder import RunFolder
+from opengyre.run.report import write_page
 from opengyre.run.resume import Resume, prepare_resume
 from opengyre.run.warmstart import TOKENIZER, WEIGHTS, shown_progress
 
@@ -178,4 +179,12 @@ class Lines:
 
 def show_end(path: Path) -> None:
     """Print what the run has come to and how to look closer."""
-    console().print(f"done: {path}")
+    page = write_page(path)
+    for line in (
+        f"page:      {page}",
+        f"trees:     opengyre trees {path} --html {path / 'trees.html'}",
+        f"evaluate:  opengyre eval CONFIG.toml --weights {path}",
+        f"resume:    opengyre train --resume {path}   (after an interruption)",
+        "recipe:    recipes/minirepo.toml; --set section.key=value overrides a key",
+    ):
+        console().print(line, soft_wrap=True, markup=False)

@@ -14,7 +14,6 @@ from opengyre.core.events import (
     CellReady,
     CloseStep,
     Command,
-    Dispatch,
     Dispatched,
     Event,
     Finished,
@@ -31,16 +30,13 @@ from opengyre.core.events import (
     SwitchDone,
     Tick,
     WeightsPublished,
-    execution_id_of,
 )
 from opengyre.core.types import Kind
 from opengyre.schedule.places import Candidate, next_group
+from opengyre.schedule.roster import Roster
 from opengyre.schedule.rules import CellView, RuleView, SwitchRule, rule_of
 from opengyre.schedule.settings import ScheduleSettings
-from opengyre.schedule.state import CellState, ExecutionState, GroupState, MicroStepState, SlotState
-
-EVALUATION_STRIDE = 10_000
-"""Group ids of the n-th evaluation start at n times this."""
+from opengyre.schedule.state import CellState, MicroStepState
 
 
 class Scheduler:
@@ -57,17 +53,11 @@ class Scheduler:
         self.settings = settings
         self._rule: SwitchRule = rule_of(settings)
         self._cells = {cell_id: CellState(cell_id) for cell_id in settings.cells}
-        self._executions: dict[str, ExecutionState] = {}
-        self._groups: dict[int, GroupState] = {}
-        """Training groups that are not consumed, and those of the open step."""
-        self._dispatched_groups = 0
-        self._open_evaluations: set[str] = set()
-        self._waterlevel = 0
+        self._roster = Roster(settings)
         self._step = 0
         self._published = -1
         self._publishing: int | None = None
         self._is_closing = False
-        self._evaluated: set[int] = set()
         self._spent = 0
         self._handlers: dict[type, Callable[..., list[Command]]] = {
             Tick: self._on_nothing,
@@ -111,7 +101,9 @@ class Scheduler:
     def is_done(self) -> bool:
         """Whether all steps are done, published and every evaluation is closed."""
         return (
-            self._step >= self.settings.steps and self._published >= self.settings.steps and not self._open_evaluations
+            self._step >= self.settings.steps
+            and self._published >= self.settings.steps
+            and not self._roster.open_evaluations
         )
 
     @property
@@ -127,7 +119,7 @@ class Scheduler:
     @property
     def waterlevel(self) -> int:
         """w: executions dispatched and not finished."""
-        return self._waterlevel
+        return self._roster.waterlevel
 
     @property
     def waiting(self) -> int:
@@ -137,12 +129,12 @@ class Scheduler:
     @property
     def open_groups(self) -> tuple[int, ...]:
         """Groups that have a place in the open step."""
-        return tuple(group.group_id for group in self._groups.values() if group.step == self._step)
+        return tuple(group.group_id for group in self._roster.groups.values() if group.step == self._step)
 
     @property
     def pending_groups(self) -> tuple[int, ...]:
         """Training groups that are dispatched and not consumed."""
-        return tuple(group.group_id for group in self._groups.values() if group.kind is Kind.TRAIN)
+        return tuple(group.group_id for group in self._roster.groups.values() if group.kind is Kind.TRAIN)
 
     @property
     def publishing(self) -> int | None:
@@ -151,7 +143,7 @@ class Scheduler:
 
     def unreported(self, group_id: int) -> tuple[bool, frozenset[str]]:
         """Return whether a group was reported complete, and which of its micro-steps are known."""
-        group = self._groups[group_id]
+        group = self._roster.groups[group_id]
         return group.is_complete, frozenset(group.micro_steps)
 
     @property
@@ -171,17 +163,17 @@ class Scheduler:
 
     def open_executions(self) -> tuple[str, ...]:
         """Return executions whose outcome is not known."""
-        return tuple(state.execution_id for state in self._executions.values() if state.is_open)
+        return tuple(state.execution_id for state in self._roster.executions.values() if state.is_open)
 
     def is_slot_open(self, group_id: int, slot: int, *, kind: Kind = Kind.TRAIN) -> bool:
         """Whether a slot still waits for an outcome."""
-        group = self._group_of(group_id, kind)
+        group = self._roster.group(group_id, kind)
         return group is not None and not group.slots[slot].is_closed
 
     def waits_for(self) -> str:
         """Return in words what the open step waits for."""
         if self._step >= self.settings.steps:
-            return f"{len(self._open_evaluations)} evaluation executions"
+            return f"{len(self._roster.open_evaluations)} evaluation executions"
         if self._is_closing:
             return f"the optimizer step {self._step} on the core cell"
         running = [
@@ -189,7 +181,7 @@ class Scheduler:
         ]
         if running or self.waiting:
             return f"step {self._step}: {self.waiting} micro-steps wait, running {', '.join(running) or 'none'}"
-        late = [group for group in self._groups.values() if group.step is None and not group.has_arrived]
+        late = [group for group in self._roster.groups.values() if group.step is None and not group.has_arrived]
         named = [
             f"group {group.group_id} slots {[i for i, slot in enumerate(group.slots) if not slot.is_closed]}"
             for group in sorted(late, key=lambda group: (group.deadline, group.group_id))[:3]
@@ -201,140 +193,28 @@ class Scheduler:
     def _on_nothing(self, _: Event) -> list[Command]:
         return []
 
-    def _execution(self, execution_id: str) -> ExecutionState:
-        try:
-            return self._executions[execution_id]
-        except KeyError as error:
-            raise InvariantError(f"execution {execution_id} was never dispatched") from error
-
-    def _group_of(self, group_id: int, kind: Kind) -> GroupState | None:
-        return self._groups.get(_key(group_id, kind))
-
     def _on_dispatched(self, event: Dispatched) -> list[Command]:
-        self._execution(event.execution_id)
+        self._roster.execution(event.execution_id)
         return []
 
     def _on_finished(self, event: Finished) -> list[Command]:
-        execution = self._execution(event.execution_id)
-        if not execution.is_live:
-            raise InvariantError(f"execution {event.execution_id} finished twice")
-        execution.is_live = False
-        self._waterlevel -= 1
+        self._roster.finish(event.execution_id)
         return []
 
-    def _end(self, execution_id: str) -> tuple[ExecutionState, GroupState]:
-        execution = self._execution(execution_id)
-        if not execution.is_open:
-            raise InvariantError(f"execution {execution_id} has an outcome already")
-        execution.is_open = False
-        if execution.is_live:
-            execution.is_live = False
-            self._waterlevel -= 1
-        group = self._group_of(execution.group_id, execution.kind)
-        if group is None or group.slots[execution.slot].is_closed:
-            raise InvariantError(f"execution {execution_id}: slot {execution.slot} of its group is closed")
-        return execution, group
-
     def _on_slot_closed(self, event: SlotClosed) -> list[Command]:
-        execution, group = self._end(event.execution_id)
-        slot = group.slots[execution.slot]
-        slot.is_closed = slot.is_valid = True
-        self._forget_evaluation(execution, group)
+        self._roster.close_slot(event.execution_id)
         return []
 
     def _on_attempt_dropped(self, event: AttemptDropped) -> list[Command]:
-        execution, group = self._end(event.execution_id)
-        slot = group.slots[execution.slot]
-        if event.counts:
-            slot.charged += 1
-        if not event.counts or self._may_redispatch(group, execution.slot):
-            slot.attempts += 1
-            return [self._dispatch(group, execution.slot, slot.attempts - 1)]
-        slot.is_closed = True
-        self._forget_evaluation(execution, group)
-        return []
-
-    def _may_redispatch(self, group: GroupState, index: int) -> bool:
-        """Whether a dropped slot is tried again.
-
-        Choice: while another slot of its group is unfinished and the step of its deadline has not begun.
-        """
-        if group.slots[index].charged > self.settings.redispatch:
-            return False
-        if group.kind.is_evaluation:
-            return True
-        others = any(not slot.is_closed for number, slot in enumerate(group.slots) if number != index)
-        return others and self._step < group.deadline
-
-    def _forget_evaluation(self, execution: ExecutionState, group: GroupState) -> None:
-        if execution.kind.is_evaluation:
-            self._open_evaluations.discard(_key_text(group.group_id, group.kind))
-            del self._groups[_key(group.group_id, group.kind)]
+        return self._roster.drop_attempt(event.execution_id, counts=event.counts, step=self._step)
 
     def _on_group_complete(self, event: GroupComplete) -> list[Command]:
-        group = self._groups.get(event.group_id)
-        if group is None or group.is_complete or not group.all_closed:
-            raise InvariantError(f"group {event.group_id} was reported complete, but it is not: {group}")
-        valid = sum(slot.is_valid for slot in group.slots)
-        if valid != event.valid_slots:
-            raise InvariantError(f"group {event.group_id}: {event.valid_slots} valid slots reported, {valid} known")
-        group.is_complete, group.valid_slots, group.expected = True, valid, event.micro_steps
+        self._roster.complete_group(event.group_id, valid_slots=event.valid_slots, micro_steps=event.micro_steps)
         return []
 
     def _on_micro_step_ready(self, event: MicroStepReady) -> list[Command]:
-        group = self._groups.get(event.group_id)
-        if group is None or not group.is_complete or group.has_arrived or event.micro_step_id in group.micro_steps:
-            raise InvariantError(f"micro-step {event.micro_step_id} of group {event.group_id} is not expected")
-        group.micro_steps[event.micro_step_id] = MicroStepState(event.micro_step_id, event.cost_s)
+        self._roster.add_micro_step(event.group_id, MicroStepState(event.micro_step_id, event.cost_s))
         return []
-
-    # -- dispatch ---------------------------------------------------------------------------------------------
-
-    def _dispatch(self, group: GroupState, slot: int, attempt: int) -> Dispatch:
-        execution_id = execution_id_of(group_id=group.group_id, slot=slot, attempt=attempt, kind=group.kind)
-        self._executions[execution_id] = ExecutionState(execution_id, group.kind, group.group_id, slot, attempt)
-        self._waterlevel += 1
-        return Dispatch(
-            execution_id=execution_id,
-            group_id=group.group_id,
-            slot=slot,
-            attempt=attempt,
-            kind=group.kind,
-            version=group.version,
-        )
-
-    def _dispatch_training(self, limit_groups: int) -> list[Command]:
-        """Dispatch groups until ``limit_groups`` have been in all.
-
-        Source: paper, Q_b = (phi + mu) * B. Choice: never more than steps * B in all.
-        """
-        limit = min(limit_groups, self.settings.steps * self.settings.batch_groups)
-        commands: list[Command] = []
-        while self._dispatched_groups < limit:
-            group_id = self._dispatched_groups
-            self._dispatched_groups += 1
-            slots = [SlotState() for _ in range(self.settings.group_size)]
-            deadline = self._published + self.settings.staleness_bound
-            group = GroupState(group_id, Kind.TRAIN, self._published, deadline, slots)
-            self._groups[group_id] = group
-            commands += [self._dispatch(group, slot, 0) for slot in range(self.settings.group_size)]
-        return commands
-
-    def _dispatch_evaluation(self, version: int) -> list[Command]:
-        settings = self.settings
-        if version not in settings.evaluate_at or version in self._evaluated or not settings.evaluation_tasks:
-            return []
-        self._evaluated.add(version)
-        first = settings.evaluate_at.index(version) * EVALUATION_STRIDE
-        kinds = (Kind.EVAL_SAMPLED, Kind.EVAL_GREEDY) if settings.evaluate_greedy else (Kind.EVAL_SAMPLED,)
-        commands: list[Command] = []
-        for kind in kinds:
-            for task in range(settings.evaluation_tasks):
-                group = GroupState(first + task, kind, version, 0, [SlotState()])
-                self._groups[_key(group.group_id, kind)] = group
-                self._open_evaluations.add(_key_text(group.group_id, kind))
-                commands.append(self._dispatch(group, 0, 0))
-        return commands
 
     def _on_weights_published(self, event: WeightsPublished) -> list[Command]:
         if event.version < self._published or event.version > self._step:
@@ -345,7 +225,10 @@ class Scheduler:
         limit = event.version * self.settings.batch_groups + depth
         if self.settings.dispatch_on == "consumption":
             limit = self._step * self.settings.batch_groups + depth
-        evaluation, training = self._dispatch_evaluation(event.version), self._dispatch_training(limit)
+        evaluation, training = (
+            self._roster.dispatch_evaluation(event.version),
+            self._roster.dispatch_training(limit, version=event.version),
+        )
         return evaluation + training if event.version == 0 else training + evaluation
 
     # -- steps ------------------------------------------------------------------------------------------------
@@ -353,7 +236,7 @@ class Scheduler:
     def _step_micro_steps(self) -> list[MicroStepState]:
         return [
             micro_step
-            for group in self._groups.values()
+            for group in self._roster.groups.values()
             if group.step == self._step
             for micro_step in group.micro_steps.values()
         ]
@@ -371,14 +254,14 @@ class Scheduler:
         while True:
             live = [
                 Candidate(group.group_id, group.deadline, group.has_arrived)
-                for group in self._groups.values()
+                for group in self._roster.groups.values()
                 if group.kind is Kind.TRAIN and group.step is None
             ]
             left = settings.batch_groups - len(self.open_groups)
             chosen = next_group(live, step=self._step, places_left=left, batch_groups=settings.batch_groups)
             if chosen is None:
                 return
-            group = self._groups[chosen]
+            group = self._roster.groups[chosen]
             if settings.dispatch_on == "publication" and self._step - group.version > settings.staleness_bound:
                 raise InvariantError(
                     f"group {chosen} of version {group.version} in step {self._step}: staleness "
@@ -438,13 +321,14 @@ class Scheduler:
         if not self._is_closing or event.version != self._step + 1:
             raise InvariantError(f"version {event.version} after step {self._step} (closing: {self._is_closing})")
         for group_id in self.open_groups:
-            group = self._groups.pop(group_id)
+            group = self._roster.groups.pop(group_id)
             self._spent += group.valid_slots < 2
         self._is_closing = False
         self._step = event.version
         commands: list[Command] = []
         if self.settings.dispatch_on == "consumption":
-            commands += self._dispatch_training(self._step * self.settings.batch_groups + self.settings.dispatch_depth)
+            limit = self._step * self.settings.batch_groups + self.settings.dispatch_depth
+            commands += self._roster.dispatch_training(limit, version=self._published)
         if self._step % self.settings.burst == 0 or self._step == self.settings.steps:
             self._publishing = self._step
             commands.append(PublishWeights(version=self._step))
@@ -513,7 +397,7 @@ class Scheduler:
         return RuleView(
             settings=self.settings,
             cells=cells,
-            waterlevel=self._waterlevel,
+            waterlevel=self._roster.waterlevel,
             waiting=self.waiting,
             is_batch_ready=len(self.open_groups) >= self.settings.batch_groups,
             is_step_busy=self._is_closing or any(m.done_by is None for m in micro_steps),
@@ -527,7 +411,7 @@ class Scheduler:
             cell.target = mode
             cell.is_asking = False
             commands.append(SwitchCell(cell_id=cell_id, mode=mode))
-        if not self._rule.parks and self._cells and self._waterlevel:
+        if not self._rule.parks and self._cells and self._roster.waterlevel:
             commands += self._recall()
         return commands
 
@@ -541,18 +425,3 @@ class Scheduler:
         idle[0].target = Mode.ROLLOUT
         idle[0].is_asking = False
         return [SwitchCell(cell_id=idle[0].cell_id, mode=Mode.ROLLOUT)]
-
-
-def _key(group_id: int, kind: Kind) -> int:
-    """Return the key of a group: training groups count up from 0, evaluations down from -1.
-
-    >>> _key(3, Kind.TRAIN), _key(0, Kind.EVAL_SAMPLED), _key(0, Kind.EVAL_GREEDY)
-    (3, -1, -2)
-    """
-    if kind is Kind.TRAIN:
-        return group_id
-    return -1 - 2 * group_id - (kind is Kind.EVAL_GREEDY)
-
-
-def _key_text(group_id: int, kind: Kind) -> str:
-    return f"{kind}-{group_id}"
