@@ -93,8 +93,7 @@ class CellDesk:
         path = str(optimizer) if cell.cell_id == self.core and optimizer.exists() else ""
         pinned = [self.versions[version] for version in sorted(self.pinned)]
         await cell.start(trained, pinned=pinned, optimizer_path=path)
-        if self.published != self.trained:
-            await cell.load_weights(self.versions[self.published], pinned=sorted(self.pinned))
+        await self._serve_published(cell)
         self._spans[cell.cell_id] = _Span(Mode.ROLLOUT, self._clock())
         self._router.open_cell(cell)
 
@@ -173,12 +172,11 @@ class CellDesk:
     async def _to_rollout(self, cell: LocalCell) -> None:
         started_s = self._clock()
         await self._close_span(cell.cell_id, Mode.SWITCHING)
-        served = -1
-        while served != self.published:
-            served = self.published
-            pinned = [self.versions[version] for version in sorted(self.pinned)]
-            await cell.switch(Mode.ROLLOUT, self.versions[served], pinned=pinned)
-        await self._close_span(cell.cell_id, Mode.ROLLOUT)
+        span = self._spans.get(cell.cell_id)
+        await self._serve_published(cell)
+        self._router.open_cell(cell)
+        self._post(SwitchDone(cell_id=cell.cell_id, mode=Mode.ROLLOUT))
+        await self._close_span(cell.cell_id, Mode.ROLLOUT, only=span)
         await self._ledger.add_record(
             SwitchRecord(
                 cell_id=cell.cell_id,
@@ -190,8 +188,18 @@ class CellDesk:
                 moved_tokens=0,
             )
         )
-        self._router.open_cell(cell)
-        self._post(SwitchDone(cell_id=cell.cell_id, mode=Mode.ROLLOUT))
+
+    async def _serve_published(self, cell: LocalCell) -> None:
+        """Bring a cell into rollout mode with the published version.
+
+        A publication may come in between and does not see this cell yet, so the version is compared again after every
+        wait; the caller opens the cell to calls without waiting in between.
+        """
+        served = -1
+        while served != self.published:
+            served = self.published
+            pinned = [self.versions[version] for version in sorted(self.pinned)]
+            await cell.switch(Mode.ROLLOUT, self.versions[served], pinned=pinned)
 
     async def _close_span(self, cell_id: int, following: Mode | None, *, only: _Span | None = None) -> None:
         """Write down what a cell has done in its present mode and begin the next span.
