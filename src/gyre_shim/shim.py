@@ -21,6 +21,9 @@ from gyre_shim.forward import Forwarder
 
 POLL_S = 0.25
 RECEIPT_GRACE_S = 10.0
+"""How long receipts are offered to the proxy after the harness ended; the journal has them in any case."""
+STOPPED_GRACE_S = 0.5
+"""The same for an execution that was told to stop: the proxy is probably gone."""
 
 
 def run(order: dict[str, Any]) -> int:
@@ -187,7 +190,7 @@ class _Loop:
     def _settle(self) -> None:
         """The harness is gone: every open request is hung up; deliver the receipts that are left."""
         self._forwarder.hang_up_all()
-        deadline_s = time.monotonic() + RECEIPT_GRACE_S
+        deadline_s = time.monotonic() + (STOPPED_GRACE_S if self._stopping else RECEIPT_GRACE_S)
         while self._forwarder.has_receipts and time.monotonic() < deadline_s:
             for key, _ in self._selector.select(0.05):
                 if key.fd != self._wakeup:

@@ -1,5 +1,6 @@
 """One execution from its workspace to the end of its harness."""
 
+import asyncio
 import contextlib
 import os
 import shutil
@@ -12,7 +13,7 @@ import msgspec
 
 from opengyre.core.config import Config
 from opengyre.core.errors import HarnessError
-from opengyre.core.types import Task
+from opengyre.core.types import Delivered, Task
 from opengyre.execute.launcher import ForkServer, wait_for_file
 
 
@@ -152,6 +153,38 @@ def is_shim(mark: ShimMark) -> bool:
         return False
     started = booted + int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return fields[0] != "Z" and abs(started - mark.started) < 2.0
+
+
+class JournalLine(msgspec.Struct, frozen=True):
+    """What a shim's journal says of one answer.
+
+    Example: ``{"request_id": "g00000-s00-a0-3-812", "delivered": "complete", "sent_bytes": 412}``.
+    """
+
+    request_id: str
+    delivered: Delivered
+    sent_bytes: int
+
+
+def read_journals(executions: Path) -> list[tuple[str, JournalLine]]:
+    """Return the journal lines of all executions whose folders are still there, by execution."""
+    found = []
+    for path in sorted(executions.glob("*/journal.jsonl")):
+        for line in path.read_bytes().splitlines():
+            with contextlib.suppress(msgspec.DecodeError):
+                found.append((path.parent.name, msgspec.json.decode(line, type=JournalLine)))
+    return found
+
+
+async def end_shims(executions: Path, *, grace_s: float) -> None:
+    """Ask every live shim of a run to end its harness and wait until they have ended."""
+    for _, mark in live_shims(executions):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(mark.pid, signal.SIGTERM)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(grace_s):
+            while live_shims(executions):
+                await asyncio.sleep(0.05)
 
 
 def live_shims(executions: Path) -> list[tuple[str, ShimMark]]:

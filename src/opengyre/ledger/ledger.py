@@ -169,6 +169,18 @@ class Ledger:
             ]
         )
 
+    async def import_deliveries(self, receipts: Sequence[tuple[str, str, Delivered, int]]) -> None:
+        """Store receipts (execution, request, delivered, bytes) that a shim's journal has and no proxy took."""
+        await self._write(
+            [
+                (
+                    "INSERT OR IGNORE INTO receipts VALUES (?, ?, ?, ?)",
+                    (execution, request, delivered.value, sent),
+                )
+                for execution, request, delivered, sent in receipts
+            ]
+        )
+
     async def revise_role(self, execution_id: str, call_id: str, role: Role, evidence: str) -> None:
         """Store a role that later evidence gave to a call."""
         await self._write(

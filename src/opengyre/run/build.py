@@ -23,7 +23,7 @@ from opengyre.core.events import Event
 from opengyre.core.records import RunRecord
 from opengyre.core.types import Kind, Task
 from opengyre.execute.launcher import ForkServer
-from opengyre.execute.live import HarnessPlan, LiveRunner
+from opengyre.execute.live import HarnessPlan, LiveRunner, end_shims, read_journals
 from opengyre.execute.scoring import SandboxedEvaluator
 from opengyre.ledger.ledger import Ledger
 from opengyre.model.chat import EmbeddedRenderer
@@ -45,6 +45,8 @@ from opengyre.tasks.minirepo.tasks import minirepo_task
 from opengyre.train.trainer import OptimizerSettings
 
 CORE = 0
+SHIM_GRACE_S = 5.0
+"""How long the shims of a run have to end their harnesses."""
 
 
 @dataclass
@@ -62,15 +64,22 @@ class LiveRun:
         await asyncio.gather(self.server.start(), self.driver.executions.proxy.start(), self.driver.cells.start())
 
     async def stop(self) -> None:
-        """Stop everything; executions that live are ended."""
-        runner = self.driver.executions.runner
-        for execution_id in self.driver.scheduler.open_executions():
-            runner.stop(execution_id)
-        await self.driver.cells.stop()
+        """Stop everything; executions that live are ended, and their journals are read."""
         await self.driver.executions.proxy.stop()
+        await end_shims(self.folder.executions, grace_s=SHIM_GRACE_S)
+        await import_journals(self.folder.executions, self.ledger)
+        await self.driver.cells.stop()
         await self.server.stop()
         self.driver.executions.evaluator.close()
         shutil.rmtree(self.gradients, ignore_errors=True)
+
+
+async def import_journals(executions: Path, ledger: Ledger) -> None:
+    """Store what the shims' journals say and no proxy was there to take."""
+    lines = read_journals(executions)
+    receipts = [(name, line.request_id, line.delivered, line.sent_bytes) for name, line in lines]
+    if receipts:
+        await ledger.import_deliveries(receipts)
 
 
 def schedule_settings(config: Config) -> ScheduleSettings:

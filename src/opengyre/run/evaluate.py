@@ -80,7 +80,7 @@ def evaluate(config: Config, source: Path, *, tasks: int) -> list[EvaluationReco
             install_weights(folder, tokenizer=source / TOKENIZER, weights=weights)
             ledger = Ledger.open(folder.path)
             try:
-                asyncio.run(drive(folder, ledger, resumed=None, on_change=None))
+                asyncio.run(drive(folder, ledger, is_resumed=False, on_change=None))
                 return ledger.records(EvaluationRecord)
             finally:
                 ledger.close()

@@ -1,8 +1,6 @@
 """Going on with a run: the log of events is the scheduler's only state, so it is replayed into a fresh one."""
 
 import os
-import signal
-import time
 from dataclasses import dataclass
 
 from opengyre.core.errors import FileError, InvariantError
@@ -23,14 +21,12 @@ from opengyre.core.events import (
 )
 from opengyre.core.records import RunRecord
 from opengyre.core.types import Kind
-from opengyre.execute.live import live_shims
+from opengyre.execute.live import end_shims
 from opengyre.ledger.ledger import Ledger, LoggedEvent
-from opengyre.run.build import LiveRun, weights_of
+from opengyre.run.build import SHIM_GRACE_S, LiveRun, import_journals, weights_of
 from opengyre.run.folder import RunFolder
 from opengyre.run.groups import GroupState, execution_of, reward_of
 from opengyre.schedule.roster import EVALUATION_STRIDE
-
-SHIM_GRACE_S = 5.0
 
 
 @dataclass
@@ -153,13 +149,10 @@ class Resume:
         cells.pinned -= finished
 
 
-def prepare_resume(folder: RunFolder, ledger: Ledger) -> Resume:
-    """Read the log of a run and end what is left of its executions."""
-    for _, mark in live_shims(folder.executions):
-        os.kill(mark.pid, signal.SIGTERM)
-    deadline_s = time.monotonic() + SHIM_GRACE_S
-    while live_shims(folder.executions) and time.monotonic() < deadline_s:
-        time.sleep(0.05)
+async def prepare_resume(folder: RunFolder, ledger: Ledger) -> Resume:
+    """End what is left of a run's executions, take over their journals, and read the log."""
+    await end_shims(folder.executions, grace_s=SHIM_GRACE_S)
+    await import_journals(folder.executions, ledger)
     log = list(ledger.events())
     starts = ledger.records(RunRecord)
     now_s = log[-1].now_s if log else 0.0

@@ -24,7 +24,7 @@ from opengyre.run.clock import RunClock
 from opengyre.run.driver import Driver
 from opengyre.run.folder import RunFolder
 from opengyre.run.report import write_page
-from opengyre.run.resume import Resume, prepare_resume
+from opengyre.run.resume import prepare_resume
 from opengyre.run.warmstart import TOKENIZER, WEIGHTS, shown_progress
 
 INTERRUPTED = 130
@@ -75,8 +75,7 @@ def run_folder(folder: RunFolder, *, is_resumed: bool) -> int:
     """Drive the run of a folder to its end or to an interruption."""
     ledger = Ledger.open(folder.path)
     try:
-        resumed = prepare_resume(folder, ledger) if is_resumed else None
-        finished = asyncio.run(drive(folder, ledger, resumed=resumed, on_change=Lines().show))
+        finished = asyncio.run(drive(folder, ledger, is_resumed=is_resumed, on_change=Lines().show))
     finally:
         ledger.close()
         folder.close()
@@ -91,10 +90,11 @@ async def drive(
     folder: RunFolder,
     ledger: Ledger,
     *,
-    resumed: Resume | None,
+    is_resumed: bool,
     on_change: Callable[[Driver, Event], None] | None,
 ) -> bool:
     """Build, start, drive and stop a run; False if it was interrupted."""
+    resumed = await prepare_resume(folder, ledger) if is_resumed else None
     incarnation = resumed.incarnation if resumed is not None else 0
     clock = RunClock(resumed.now_s if resumed is not None else 0.0)
     run = build_run(folder, ledger, incarnation=incarnation, clock=clock, on_change=on_change or _say_nothing)
