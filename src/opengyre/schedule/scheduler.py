@@ -57,6 +57,7 @@ class Scheduler:
         self._step = 0
         self._published = -1
         self._publishing: int | None = None
+        self._unpublished: list[int] = []
         self._is_closing = False
         self._spent = 0
         self._handlers: dict[type, Callable[..., list[Command]]] = {
@@ -219,6 +220,8 @@ class Scheduler:
     def _on_weights_published(self, event: WeightsPublished) -> list[Command]:
         if event.version < self._published or event.version > self._step:
             raise InvariantError(f"version {event.version} was published; expected {self._published} to {self._step}")
+        if event.version != self._publishing and self._published >= 0:
+            raise InvariantError(f"version {event.version} was published; expected {self._publishing}")
         self._published = event.version
         self._publishing = None
         depth = self.settings.dispatch_depth
@@ -229,7 +232,15 @@ class Scheduler:
             self._roster.dispatch_evaluation(event.version),
             self._roster.dispatch_training(limit, version=event.version),
         )
-        return evaluation + training if event.version == 0 else training + evaluation
+        dispatches = evaluation + training if event.version == 0 else training + evaluation
+        return [*dispatches, *self._publish()]
+
+    def _publish(self) -> list[Command]:
+        """Order the next publication: one at a time and in order, so that no cell goes back a version."""
+        if self._publishing is not None or not self._unpublished:
+            return []
+        self._publishing = self._unpublished.pop(0)
+        return [PublishWeights(version=self._publishing)]
 
     # -- steps ------------------------------------------------------------------------------------------------
 
@@ -330,8 +341,8 @@ class Scheduler:
             limit = self._step * self.settings.batch_groups + self.settings.dispatch_depth
             commands += self._roster.dispatch_training(limit, version=self._published)
         if self._step % self.settings.burst == 0 or self._step == self.settings.steps:
-            self._publishing = self._step
-            commands.append(PublishWeights(version=self._step))
+            self._unpublished.append(self._step)
+            commands += self._publish()
         return commands
 
     # -- cells ------------------------------------------------------------------------------------------------

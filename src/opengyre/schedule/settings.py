@@ -57,12 +57,12 @@ class ScheduleSettings:
 
     @property
     def dispatch_depth(self) -> int:
-        """Q_b = (phi + mu) * B in groups; without dispatch-ahead it is B.
+        """Q_b = (phi + mu) * B in groups; without dispatch-ahead it is mu * B: one burst.
 
         Source: paper, Q_b.
         """
         if self.rule == "colocate" and not self.ahead:
-            return self.batch_groups
+            return self.burst * self.batch_groups
         return (self.overlap + self.burst) * self.batch_groups
 
     @property
