@@ -186,3 +186,25 @@ def test_evaluation_prints_one_json_object(home):
 def test_the_settings_of_a_run_are_those_of_its_configuration():
     config = decode_config({"run": {"steps": 3}, "evaluation": {"at": [0, 24]}})
     assert schedule_settings(config).evaluate_at == (0, 3)
+
+
+@pytest.mark.slow
+def test_the_embedded_policy_trains_tokens_that_agree_with_how_they_were_sampled(tmp_path):
+    """Needs the warm start of the recipe: minutes where it is not cached."""
+    recipe = Path(__file__).parents[2] / "recipes" / "minirepo.toml"
+    settings = ("run.steps=3", "evaluation.at=[0]", "evaluation.tasks=8")
+    arguments = [part for setting in settings for part in ("--set", setting)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "opengyre.cli", "train", str(recipe), "--run", "run", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=tmp_path,
+    )
+    text, _ = process.communicate(timeout=900)
+    assert process.returncode == 0, text
+    ledger = Ledger.open(tmp_path / "run", read_only=True)
+    steps = ledger.records(StepRecord)
+    assert all(step.trained_tokens > 0 and not step.empty for step in steps)
+    assert all(step.checked_tokens > 0 and step.checked_difference < 1e-4 for step in steps)
+    ledger.close()

@@ -80,7 +80,9 @@ def run_folder(folder: RunFolder, *, is_resumed: bool) -> int:
         ledger.close()
         folder.close()
     if not finished:
-        console().print(f"interrupted; everything is saved. Go on with: opengyre train --resume {folder.path}")
+        console().print(
+            f"interrupted; everything is saved. Go on with: opengyre train --resume {folder.path}", soft_wrap=True
+        )
         return INTERRUPTED
     show_end(folder.path)
     return 0
