@@ -40,6 +40,11 @@ class ForkServer:
         self._ready = asyncio.Event()
         self._users = 0
 
+    @property
+    def process_id(self) -> int:
+        """Process id, 0 before the start."""
+        return self._process.pid if self._process is not None else 0
+
     async def start(self) -> None:
         """Start the process and wait until it has everything loaded.
 

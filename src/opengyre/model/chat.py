@@ -62,6 +62,14 @@ class EmbeddedRenderer:
         ids.append(self._tokenizer.special("<asst>"))
         return np.asarray(ids, np.int32)
 
+    def text_of(self, tokens: Int32Array) -> str:
+        """Return tokens as text, marks by their names."""
+        return self._tokenizer.decode(tokens)
+
+    def encode_text(self, text: str) -> list[int]:
+        """Return a reply of plain text as the policy would sample it, end mark included."""
+        return [*self._tokenizer.encode(text), self._end]
+
     def encode_reply(self, message: Message, tools: Sequence[Tool]) -> list[int]:
         """Return the tokens of an assistant message as the policy would sample it, end mark included."""
         if not message.tool_calls:

@@ -23,20 +23,7 @@ from opengyre.run.warmstart import TOKENIZER, WEIGHTS, WarmStartJob, WarmStartRe
 from opengyre.tasks.minirepo import conversation as words
 from opengyre.tasks.minirepo.demonstrations import Demonstration, Noise, call
 from opengyre.tasks.minirepo.family import DIGITS, FUNCTIONS, MODULES, make_package
-
-TOKENIZER_PACKAGES = 300
-
-
-def train_tokenizer(recipe: WarmStartRecipe) -> EmbeddedTokenizer:
-    """Return the tokenizer, trained on specifications, code and the harness's own sentences."""
-    texts: list[str] = []
-    for seed in range(TOKENIZER_PACKAGES):
-        package = make_package(random.Random(seed), held_out=False)
-        texts.append(package.instruction())
-        texts += ["".join(function.code() for function in functions) for _, functions in package.modules]
-        texts += ["all pass", "fail ", "saved"]
-    whole = (*words.SENTENCES, *MODULES, *FUNCTIONS, *words.WORDS)
-    return EmbeddedTokenizer.train(texts, words=whole, vocabulary=recipe.vocabulary)
+from opengyre.tasks.minirepo.vocabulary import train_tokenizer
 
 
 def demonstration_rows(
@@ -112,7 +99,7 @@ def main(folder: Path, rank: int) -> int:
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=recipe.processes, timeout=timedelta(seconds=300)
         )
-    tokenizer = train_tokenizer(recipe)
+    tokenizer = train_tokenizer(recipe.vocabulary)
     renderer = EmbeddedRenderer(tokenizer)
     rng = random.Random(f"warm-start-{job.seed}")
     rows = demonstration_rows(renderer, recipe, seed=job.seed, count=recipe.demonstrations)
