@@ -17,8 +17,7 @@ import select
 import signal
 import sys
 import time
-import types
-from typing import Any
+from typing import Any, TypeGuard
 
 CANARIES = 2
 CHILD_CPU_S = 10
@@ -49,37 +48,53 @@ def grade(folder: str, test_files: list[str], *, limit_s: float) -> dict[str, An
 
 def _grade_file(folder: str, name: str, limit_s: float) -> tuple[dict[str, str], bool, bool]:
     with open(os.path.join(folder, name)) as file:
-        source = file.read()
+        tests = TestFile(file.read())
     module = name.removeprefix("hidden_").removesuffix(".py")
-    plan, ids, has_canaries = plan_runs(source)
     if limit_s <= 0:
-        return {f"{module}::{test}": "timeout" for test in ids}, False, has_canaries
-    returned, timed_out = _run_child(folder, source, plan, limit_s)
-    forged = any(nonce in returned for _, kind, nonce in plan if kind == "canary")
+        return {f"{module}::{test}": "timeout" for test in tests.names}, False, tests.is_covered
+    returned, timed_out = _run_child(folder, tests, limit_s)
+    forged = any(nonce in returned for _, kind, nonce in tests.runs if kind == "canary")
     verdicts: dict[str, str] = {}
-    for test, kind, nonce in plan:
+    for test, kind, nonce in tests.runs:
         if kind != "true":
             continue
         passed = nonce in returned and not forged
         verdicts[f"{module}::{test}"] = "passed" if passed else "timeout" if timed_out and not forged else "failed"
-    return verdicts, forged, has_canaries
+    return verdicts, forged, tests.is_covered
 
 
-def plan_runs(source: str) -> tuple[list[tuple[str, str, str]], list[str], bool]:
-    """Return the runs (test, kind, nonce) in random order, the tests in order, and whether every test has canaries."""
-    tree = ast.parse(source)
-    tests = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
-    runs: list[tuple[str, str, str]] = []
-    covered = True
-    for node in tests:
-        name = node.name.removeprefix("test_")
-        runs.append((name, "true", secrets.token_hex(8)))
-        if any(_expected_side(inner) for inner in ast.walk(node)):
-            runs += [(name, "canary", secrets.token_hex(8)) for _ in range(CANARIES)]
-        else:
-            covered = False
-    random.SystemRandom().shuffle(runs)
-    return runs, [node.name.removeprefix("test_") for node in tests], covered
+class TestFile:
+    """A test file, parsed and compiled once: its head, its tests as written, its tests as canaries, the runs.
+
+    Example: a file with ``def test_one()`` has ``names == ["one"]`` and three runs of it.
+    """
+
+    def __init__(self, source: str) -> None:
+        tree = ast.parse(source)
+        tests = [node for node in tree.body if _is_test(node)]
+        self.names = [node.name.removeprefix("test_") for node in tests]
+        """Tests in order of the file."""
+        self.head = compile(ast.Module([node for node in tree.body if not _is_test(node)], []), "hidden", "exec")
+        self.true = compile(ast.Module(list(tests), []), "hidden", "exec")
+        self.runs: list[tuple[str, str, str]] = []
+        """(test, kind, nonce) in random order."""
+        self.is_covered = True
+        """Whether every test has canaries."""
+        for node in tests:
+            name = node.name.removeprefix("test_")
+            self.runs.append((name, "true", secrets.token_hex(8)))
+            if any(_expected_side(inner) for inner in ast.walk(node)):
+                self.runs += [(name, "canary", secrets.token_hex(8)) for _ in range(CANARIES)]
+            else:
+                self.is_covered = False
+        random.SystemRandom().shuffle(self.runs)
+        # The transformer changes the tree, so the canaries come after the true tests are compiled.
+        changed = [ast.fix_missing_locations(_Canary().visit(node)) for node in tests]
+        self.canary = compile(ast.Module(changed, []), "hidden", "exec")
+
+
+def _is_test(node: ast.stmt) -> TypeGuard[ast.FunctionDef]:
+    return isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
 
 
 def _expected_side(node: ast.AST) -> str:
@@ -107,14 +122,14 @@ class _Canary(ast.NodeTransformer):
         return node
 
 
-def _run_child(folder: str, source: str, plan: list[tuple[str, str, str]], limit_s: float) -> tuple[set[str], bool]:
-    """Run the plan in a child and return the nonces that came back, and whether it ran out of time."""
+def _run_child(folder: str, tests: TestFile, limit_s: float) -> tuple[set[str], bool]:
+    """Run the tests in a child and return the nonces that came back, and whether it ran out of time."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         os.close(reading)
         try:
-            _child(folder, source, plan, writing)
+            _child(folder, tests, writing)
         finally:
             os._exit(0)
     os.close(writing)
@@ -139,7 +154,7 @@ def _run_child(folder: str, source: str, plan: list[tuple[str, str, str]], limit
     return {line.decode(errors="replace") for line in received.split(b"\n") if line}, timed_out
 
 
-def _child(folder: str, source: str, plan: list[tuple[str, str, str]], writing: int) -> None:
+def _child(folder: str, tests: TestFile, writing: int) -> None:
     """Run every planned test; write the nonce of each that passes at once, so that a later hang loses nothing."""
     os.setpgid(0, 0)
     resource.setrlimit(resource.RLIMIT_CPU, (CHILD_CPU_S, CHILD_CPU_S + 1))
@@ -148,22 +163,16 @@ def _child(folder: str, source: str, plan: list[tuple[str, str, str]], writing: 
         os.dup2(null, descriptor)
     sys.path.insert(0, folder)
     sys.dont_write_bytecode = True
-    tree = ast.parse(source)
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    head = [node for node in tree.body if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test_")]
-    namespace: dict[str, Any] = {"__name__": "hidden"}
+    scopes: dict[str, dict[str, Any]] = {"true": {"__name__": "hidden"}, "canary": {"__name__": "hidden"}}
     with contextlib.suppress(BaseException):
-        exec(compile(ast.Module(head, []), "hidden", "exec"), namespace)
-    for test, kind, nonce in plan:
-        node: ast.FunctionDef = functions[f"test_{test}"]
-        if kind == "canary":
-            copied = ast.parse(ast.unparse(node)).body[0]
-            node = ast.fix_missing_locations(_Canary().visit(copied))
-        scope = types.ModuleType("hidden").__dict__
-        scope.update(namespace, __expected__=object())
+        exec(tests.head, scopes["true"])
+    scopes["canary"].update(scopes["true"])
+    exec(tests.true, scopes["true"])
+    exec(tests.canary, scopes["canary"])
+    for test, kind, nonce in tests.runs:
+        scopes[kind]["__expected__"] = object()
         with contextlib.suppress(BaseException):
-            exec(compile(ast.Module([node], []), "hidden", "exec"), scope)
-            scope[f"test_{test}"]()
+            scopes[kind][f"test_{test}"]()
             os.write(writing, nonce.encode() + b"\n")
 
 
