@@ -15,9 +15,12 @@ from opengyre.core.errors import GyreError, InputError
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("opengyre.run.train", "train a policy by online RL on executions of a harness"),
     "eval": ("opengyre.run.evaluate", "evaluate weights on held-out tasks, sampled and greedy"),
+    "compare": ("opengyre.run.compare", "compare rules by live runs of equal work on this machine"),
     "trees": ("opengyre.run.trees", "show the trajectory trees of a run or of a file of calls"),
     "import": ("opengyre.run.import_files", "turn sessions of other tools into trajectory trees"),
     "report": ("opengyre.run.report", "show what a run has come to: tables, an HTML page, JSON, a trace"),
+    "ps": ("opengyre.run.ps", "list the live executions of a run"),
+    "stop": ("opengyre.run.stop", "end the executions that a dead driver left"),
     "bench": ("opengyre.run.bench", "measure the budgets on this machine"),
     "doctor": ("opengyre.run.doctor", "say what works on this machine; check a run"),
     "warmstart": ("opengyre.run.warmstart", "make the embedded policy that a run starts from"),

@@ -16,6 +16,7 @@ from opengyre.core.records import EvaluationRecord
 from opengyre.ledger.ledger import Ledger
 from opengyre.report.console import console
 from opengyre.run.folder import RunFolder
+from opengyre.run.supported import check_supported
 from opengyre.run.train import drive, install_weights
 from opengyre.run.warmstart import TOKENIZER, shown_progress
 
@@ -66,6 +67,7 @@ def evaluate(config: Config, source: Path, *, tasks: int) -> list[EvaluationReco
     """
     if not 1 <= tasks <= config.tasks.heldout_count:
         raise InputError(f"--tasks {tasks}: expected 1 to tasks.heldout_count = {config.tasks.heldout_count}")
+    check_supported(config)
     weights = newest_weights(source)
     replace = msgspec.structs.replace
     changed = replace(

@@ -39,7 +39,7 @@ def read_run(folder: Path, *, is_running: bool = False) -> RunData:
         calls = _call_totals(ledger)
     finally:
         ledger.close()
-    return RunData(name=str(folder), records=records, calls=calls, is_running=is_running)
+    return RunData(name=folder.resolve().name, records=records, calls=calls, is_running=is_running)
 
 
 def _call_totals(ledger: Ledger) -> CallTotals:

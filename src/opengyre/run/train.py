@@ -25,6 +25,7 @@ from opengyre.run.driver import Driver
 from opengyre.run.folder import RunFolder
 from opengyre.run.report import write_page
 from opengyre.run.resume import prepare_resume
+from opengyre.run.supported import check_supported
 from opengyre.run.warmstart import TOKENIZER, WEIGHTS, shown_progress
 
 INTERRUPTED = 130
@@ -48,6 +49,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.config is None:
         raise InputError("train: name a configuration, or a run with --resume")
     config = load_config(arguments.config, arguments.set)
+    check_supported(config)
     name = f"{arguments.config.stem}-{datetime.now():%Y%m%d-%H%M%S}"
     folder = RunFolder.create(arguments.run or Path("runs") / name, config)
     try:
@@ -71,15 +73,19 @@ def install_weights(folder: RunFolder, *, tokenizer: Path, weights: Path) -> Non
     shutil.copy(weights, folder.weights / "v00000-0.safetensors")
 
 
-def run_folder(folder: RunFolder, *, is_resumed: bool) -> int:
-    """Drive the run of a folder to its end or to an interruption."""
+def drive_folder(folder: RunFolder, *, is_resumed: bool) -> bool:
+    """Drive the run of a folder and close it; False if it was interrupted."""
     ledger = Ledger.open(folder.path)
     try:
-        finished = asyncio.run(drive(folder, ledger, is_resumed=is_resumed, on_change=Lines().show))
+        return asyncio.run(drive(folder, ledger, is_resumed=is_resumed, on_change=Lines().show))
     finally:
         ledger.close()
         folder.close()
-    if not finished:
+
+
+def run_folder(folder: RunFolder, *, is_resumed: bool) -> int:
+    """Drive the run of a folder to its end or to an interruption, say which, and return the exit code."""
+    if not drive_folder(folder, is_resumed=is_resumed):
         console().print(
             f"interrupted; everything is saved. Go on with: opengyre train --resume {folder.path}", soft_wrap=True
         )

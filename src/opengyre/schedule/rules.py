@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
+from opengyre.core.errors import ConfigError
 from opengyre.core.events import Mode
 from opengyre.schedule.settings import ScheduleSettings
 
@@ -150,9 +151,15 @@ class Colocate:
 
 
 def rule_of(settings: ScheduleSettings) -> SwitchRule:
-    """Return the rule that the settings name; a single cell always behaves as ``colocate``."""
+    """Return the rule that the settings name; a single cell always behaves as ``colocate``.
+
+    Raises:
+        ConfigError: The rule is not built yet.
+    """
     if len(settings.cells) == 1 or settings.rule == "colocate":
         return Colocate()
     if settings.rule == "static":
         return Static()
-    return Waterlevel()
+    if settings.rule == "waterlevel":
+        return Waterlevel()
+    raise ConfigError(f"schedule.rule = {settings.rule!r}: this version has waterlevel, static and colocate only")

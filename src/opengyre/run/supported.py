@@ -1,0 +1,33 @@
+"""What a configuration may say and this version does not carry out: refused in one line, never ignored."""
+
+from opengyre.core.config import Config
+from opengyre.core.errors import ConfigError
+
+
+def check_supported(config: Config) -> None:
+    """Refuse settings that a live run cannot carry out yet.
+
+    Raises:
+        ConfigError: The first such setting, with what works instead.
+    """
+    wanted: tuple[tuple[str, object, tuple[object, ...]], ...] = (
+        ("policy.kind", config.policy.kind, ("embedded",)),
+        ("cells.launcher", config.cells.launcher, ("local",)),
+        ("cells.device", config.cells.device, ("cpu",)),
+        ("cells.dtype", config.cells.dtype, ("float32",)),
+        ("cells.fixed_order", config.cells.fixed_order, (False,)),
+        ("cells.options", config.cells.options, ({},)),
+        ("schedule.rule", config.schedule.rule, ("waterlevel", "static", "colocate")),
+        ("train.packing", config.train.packing, ("rows",)),
+        ("train.options", config.train.options, ({},)),
+        ("run.checkpoint_every", config.run.checkpoint_every, (1,)),
+        ("tasks.source", config.tasks.source, ("minirepo",)),
+        ("tasks.options", config.tasks.options, ({},)),
+        ("harness.name", config.harness.name, ("gyre-agent",)),
+        ("sandbox.kind", config.sandbox.kind, ("auto", "none")),
+        ("proxy.keep_bodies", config.proxy.keep_bodies, (False,)),
+    )
+    for key, seen, expected in wanted:
+        if seen not in expected:
+            choices = " or ".join(repr(value) for value in expected)
+            raise ConfigError(f"{key} = {seen!r}: this version carries out {choices} only")
