@@ -23,6 +23,7 @@ from opengyre.core.types import (
     VersionRun,
 )
 from opengyre.ledger.ledger import FILE_NAME, Ledger, LoggedEvent
+from opengyre.trajectory.histories import RoleGuess
 
 
 def call(seq: int, *, execution_id: str = "e", tokens: int = 5) -> Call:
@@ -133,9 +134,11 @@ async def test_executions_outcomes_events_and_records_come_back_in_order(tmp_pat
     assert [logged.seq for logged in ledger.events()] == [0, 1, 2]
     assert ledger.records(EvaluationRecord) == [record]
     assert ledger.records(RunRecord) == []
-    await ledger.revise_role("e", "e-c0", Role.AUXILIARY, "a later root")
+    guess = RoleGuess(call_id="e-c0", role=Role.AUXILIARY, agent="other", evidence="a later root", confidence=1.0)
+    await ledger.revise_roles("e", [guess])
     await ledger.commit([call(0)], b"")
-    assert (await ledger.calls("e"))[0].role is Role.AUXILIARY
+    (revised,) = await ledger.calls("e")
+    assert (revised.role, revised.agent_key, revised.role_evidence) == (Role.AUXILIARY, "other", "a later root")
     ledger.close()
 
 

@@ -9,16 +9,19 @@ import numpy as np
 import pytest
 
 from opengyre.core.protocols import GenerateRequest, Generation
-from opengyre.core.types import Delivered, Finish, SamplingLaw, Verdict, VersionRun
+from opengyre.core.types import Delivered, Finish, Role, SamplingLaw, Verdict, VersionRun
+from opengyre.execute.harness import load_harness
 from opengyre.ledger.ledger import Ledger
 from opengyre.model.chat import EmbeddedRenderer
 from opengyre.model.tokenizer import EmbeddedTokenizer
 from opengyre.proxy.server import Proxy
 from opengyre.proxy.session import SessionSpec
+from opengyre.trajectory.marks import RoleMarks
 from opengyre.trajectory.recorded import contexts_of
 
 TOKENIZER = EmbeddedTokenizer.train(["write amber done"], words=("write", "amber", "done"), vocabulary=300)
 RENDERER = EmbeddedRenderer(TOKENIZER)
+MARKS = load_harness("gyre-agent").roles
 TOOLS = [
     {
         "type": "function",
@@ -70,7 +73,12 @@ class Served:
 
     async def open(self, name: str = "e", **changes: object) -> aiohttp.ClientSession:
         spec = SessionSpec(
-            execution_id=name, group_id=0, slot=0, attempt=0, run_seed=0, **{"context_tokens": 200, **changes}
+            execution_id=name,
+            group_id=0,
+            slot=0,
+            attempt=0,
+            run_seed=0,
+            **{"context_tokens": 200, "marks": MARKS, **changes},
         )
         await self.proxy.open_execution(spec, self.folder / name)
         client = aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(self.folder / name)))
@@ -241,3 +249,28 @@ async def test_special_text_of_a_user_stays_text(served):
     assert context.count(TOKENIZER.special("<end>")) == 1
     assert context.count(TOKENIZER.special("<arg>")) == 0
     assert context[-1] == TOKENIZER.special("<asst>")
+
+
+async def test_roles_come_from_what_the_harness_marks(served):
+    served.engine.answer = write_amber
+    client = await served.open()
+    for headers in (
+        {"X-Gyre-Agent": "main"},
+        {"X-Gyre-Agent": "sub-1", "X-Gyre-Parent": "main"},
+        {"X-Gyre-Agent": "main", "X-Gyre-Request": "compaction"},
+    ):
+        await ask(client, [USER, {"role": "user", "content": str(headers)}], headers, tools=TOOLS)
+    calls = served.ledger.read_calls("e")
+    assert [(call.agent_key, call.role.value) for call in calls] == [
+        ("main", "main"),
+        ("sub-1", "sub-agent"),
+        ("main", "main-summary"),
+    ]
+
+
+async def test_a_role_that_later_requests_change_is_revised_in_the_ledger(served):
+    client = await served.open(marks=RoleMarks())
+    await ask(client, [USER])
+    assert served.ledger.read_calls("e")[0].role is Role.AUXILIARY
+    await served.proxy.close_execution("e")
+    assert served.ledger.read_calls("e")[0].role is Role.MAIN

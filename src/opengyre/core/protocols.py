@@ -6,7 +6,7 @@ from typing import Protocol
 
 import msgspec
 
-from opengyre.core.types import Call, Delivered, Finish, Float32Array, Int32Array, Outcome, Task, VersionRun
+from opengyre.core.types import Call, Delivered, Finish, Float32Array, Int32Array, Outcome, Role, Task, VersionRun
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -78,6 +78,30 @@ class Router(Engine, Protocol):
         ...
 
 
+class RoleRevision(Protocol):
+    """A call's role as later evidence has it; ``trajectory.histories.RoleGuess`` is one."""
+
+    @property
+    def call_id(self) -> str:
+        """The call."""
+        ...
+
+    @property
+    def role(self) -> Role:
+        """Its role."""
+        ...
+
+    @property
+    def agent(self) -> str:
+        """Its agent."""
+        ...
+
+    @property
+    def evidence(self) -> str:
+        """Why."""
+        ...
+
+
 class CallStore(Protocol):
     """Where committed calls live; the ledger implements it."""
 
@@ -94,6 +118,10 @@ class CallStore(Protocol):
 
     async def calls(self, execution_id: str) -> Sequence[Call]:
         """Return the calls of an execution in order of ``seq``."""
+        ...
+
+    async def revise_roles(self, execution_id: str, revisions: Sequence["RoleRevision"]) -> None:
+        """Store roles that later evidence gave to calls."""
         ...
 
     async def record_delivery(self, execution_id: str, request_id: str, delivered: Delivered, sent_bytes: int) -> None:

@@ -18,6 +18,7 @@ import msgspec
 
 from opengyre.core.arrays import decode_array, encode_array
 from opengyre.core.errors import FileError, InvariantError, RunError
+from opengyre.core.protocols import RoleRevision
 from opengyre.core.records import Record
 from opengyre.core.types import Call, Delivered, Dropped, Execution, Outcome, Role
 
@@ -35,7 +36,8 @@ CREATE TABLE answers (
 CREATE TABLE receipts (
     execution_id TEXT NOT NULL, request_id TEXT NOT NULL, delivered TEXT NOT NULL, sent_bytes INTEGER NOT NULL,
     PRIMARY KEY (execution_id, request_id)) WITHOUT ROWID;
-CREATE TABLE roles (execution_id TEXT NOT NULL, call_id TEXT NOT NULL, role TEXT NOT NULL, evidence TEXT NOT NULL,
+CREATE TABLE roles (execution_id TEXT NOT NULL, call_id TEXT NOT NULL, role TEXT NOT NULL, agent TEXT NOT NULL,
+    evidence TEXT NOT NULL,
     PRIMARY KEY (execution_id, call_id)) WITHOUT ROWID;
 CREATE TABLE executions (execution_id TEXT PRIMARY KEY, body BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE outcomes (execution_id TEXT PRIMARY KEY, body BLOB NOT NULL) WITHOUT ROWID;
@@ -181,11 +183,18 @@ class Ledger:
             ]
         )
 
-    async def revise_role(self, execution_id: str, call_id: str, role: Role, evidence: str) -> None:
-        """Store a role that later evidence gave to a call."""
-        await self._write(
-            [("INSERT OR REPLACE INTO roles VALUES (?, ?, ?, ?)", (execution_id, call_id, role.value, evidence))]
-        )
+    async def revise_roles(self, execution_id: str, revisions: Sequence[RoleRevision]) -> None:
+        """Store roles that later evidence gave to calls."""
+        if revisions:
+            await self._write(
+                [
+                    (
+                        "INSERT OR REPLACE INTO roles VALUES (?, ?, ?, ?, ?)",
+                        (execution_id, guess.call_id, guess.role.value, guess.agent, guess.evidence),
+                    )
+                    for guess in revisions
+                ]
+            )
 
     async def put_executions(self, executions: Sequence[Execution]) -> None:
         """Store executions, replacing earlier states."""
@@ -253,9 +262,9 @@ class Ledger:
             self._reader.execute("SELECT request_id, delivered FROM receipts WHERE execution_id = ?", (execution_id,))
         )
         revised = {
-            call_id: (Role(role), evidence)
-            for call_id, role, evidence in self._reader.execute(
-                "SELECT call_id, role, evidence FROM roles WHERE execution_id = ?", (execution_id,)
+            call_id: {"role": Role(role), "agent_key": agent, "role_evidence": evidence}
+            for call_id, role, agent, evidence in self._reader.execute(
+                "SELECT call_id, role, agent, evidence FROM roles WHERE execution_id = ?", (execution_id,)
             )
         }
         calls = []
@@ -263,9 +272,9 @@ class Ledger:
             "SELECT body FROM calls WHERE execution_id = ? ORDER BY seq", (execution_id,)
         ):
             call = _CALLS.decode(body)
-            role, evidence = revised.get(call.call_id, (call.role, call.role_evidence))
+            changes = revised.get(call.call_id, {})
             delivered = Delivered(receipts.get(call.request_id, Delivered.UNKNOWN))
-            calls.append(msgspec.structs.replace(call, delivered=delivered, role=role, role_evidence=evidence))
+            calls.append(msgspec.structs.replace(call, delivered=delivered, **changes))
         return calls
 
     def delivery_counts(self) -> dict[str, int]:

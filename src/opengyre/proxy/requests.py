@@ -54,18 +54,4 @@ class AnswerChoice(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
 
 
-class AgentMark(msgspec.Struct, frozen=True, kw_only=True):
-    """Who asks, as far as the wire tells.
-
-    >>> AgentMark(agent="sub-1", is_sub_agent=True).is_compaction
-    False
-    """
-
-    agent: str = ""
-    is_sub_agent: bool = False
-    is_compaction: bool = False
-    is_explicit: bool = False
-    """The harness marked it; else it is guessed later."""
-
-
 Json = dict[str, Any]

@@ -14,8 +14,9 @@ from opengyre.core.errors import CallError, InvariantError
 from opengyre.core.protocols import CallStore, Engine
 from opengyre.core.types import Delivered
 from opengyre.proxy.dialects import chat
-from opengyre.proxy.requests import AgentMark, Answer, ChatRequest
+from opengyre.proxy.requests import Answer, ChatRequest, Json
 from opengyre.proxy.session import Session, SessionSpec
+from opengyre.trajectory.marks import Mark
 
 REQUEST_ID_HEADER = "x-gyre-request-id"
 LONGEST_SOCKET_PATH_BYTES = 60
@@ -104,8 +105,10 @@ class Proxy:
     async def close_execution(self, execution_id: str) -> None:
         """Stop serving an execution."""
         path, site = self._sites.pop(execution_id)
-        self._sessions.pop(path).is_closed = True
+        session = self._sessions.pop(path)
+        session.is_closed = True
         await site.stop()
+        await self._store.revise_roles(execution_id, session.revised_roles(is_over=True))
         Path(path).unlink(missing_ok=True)
 
     # -- requests ---------------------------------------------------------------------------------------------
@@ -121,8 +124,10 @@ class Proxy:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         try:
             session = self._session(request)
-            parsed = await _parsed(request)
-            answer = await self._answer(session, parsed, mark_of(request), request.headers.get(REQUEST_ID_HEADER, ""))
+            body = await _decoded(request)
+            parsed = chat.parse_request(body)
+            mark = session.spec.marks.read(request.path, request.headers, body)
+            answer = await self._answer(session, parsed, mark, request.headers.get(REQUEST_ID_HEADER, ""))
         except CallError as error:
             return web.Response(body=chat.error_body(error), status=error.status, content_type="application/json")
         if not parsed.stream:
@@ -134,7 +139,7 @@ class Proxy:
             await response.write_eof()
         return response
 
-    async def _answer(self, session: Session, parsed: ChatRequest, mark: AgentMark, request_id: str) -> Answer:
+    async def _answer(self, session: Session, parsed: ChatRequest, mark: Mark, request_id: str) -> Answer:
         """Return the answer of a request id: from the ledger, from the call that is running, or by sampling."""
         execution_id = session.spec.execution_id
         request_id = request_id or f"{execution_id}-{time.monotonic_ns()}"
@@ -155,7 +160,7 @@ class Proxy:
                 self.failed.set_exception(error)
             raise CallError("the run is stopping", status=503, code="unavailable") from error
 
-    async def _sample(self, session: Session, parsed: ChatRequest, mark: AgentMark, request_id: str) -> Answer:
+    async def _sample(self, session: Session, parsed: ChatRequest, mark: Mark, request_id: str) -> Answer:
         prepared = session.prepare(parsed, mark, request_id=request_id, now_s=self._clock())
         generations = await asyncio.gather(*(self._engine.generate(item.generate) for item in prepared))
         finished = [
@@ -164,6 +169,9 @@ class Proxy:
         ]
         answer = session.answer([choice for _, choice in finished], prepared, created_s=int(time.time()))
         await self._store.commit([call for call, _ in finished], msgspec.msgpack.encode(answer))
+        revised = session.revised_roles()
+        if revised:
+            await self._store.revise_roles(session.spec.execution_id, revised)
         return answer
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -182,22 +190,11 @@ class Proxy:
         return web.Response(text="ok")
 
 
-async def _parsed(request: web.Request) -> ChatRequest:
+async def _decoded(request: web.Request) -> Json:
     try:
         body = msgspec.json.decode(await request.read())
     except msgspec.DecodeError as error:
         raise CallError(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise CallError(f"the body is {type(body).__name__}, expected an object")
-    return chat.parse_request(body)
-
-
-def mark_of(request: web.Request) -> AgentMark:
-    """Return who asks, from the headers of the reference harness."""
-    agent = request.headers.get("x-gyre-agent", "")
-    return AgentMark(
-        agent=agent,
-        is_sub_agent="x-gyre-parent" in request.headers,
-        is_compaction=request.headers.get("x-gyre-request", "") == "compaction",
-        is_explicit=bool(agent),
-    )
+    return body

@@ -14,13 +14,15 @@ from opengyre.core.types import (
     Finish,
     Int32Array,
     Kind,
-    Role,
     Sampling,
     SamplingLaw,
     Verdict,
 )
-from opengyre.proxy.requests import AgentMark, Answer, AnswerChoice, ChatRequest
+from opengyre.proxy.requests import Answer, AnswerChoice, ChatRequest
+from opengyre.trajectory.histories import RoleGuess
+from opengyre.trajectory.marks import Mark, RoleMarks
 from opengyre.trajectory.match import Match, PathIndex
+from opengyre.trajectory.roles import RoleTracker
 
 
 class SessionSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +45,8 @@ class SessionSpec(msgspec.Struct, frozen=True, kw_only=True):
     minimum_version: int = 0
     pinned_version: int | None = None
     model: str = "policy"
+    marks: RoleMarks = RoleMarks()
+    """How the harness marks its requests."""
     default_max_tokens: int = 256
     """Where the client names no limit."""
 
@@ -52,10 +56,8 @@ class Prepared:
     """A call that is ready to be sampled, with what is needed to record it."""
 
     request: ChatRequest
-    mark: AgentMark
     match: Match
-    role: Role
-    evidence: str
+    guess: RoleGuess
     call_id: str
     request_id: str
     seq: int
@@ -85,9 +87,9 @@ class Session:
     _ordinals: dict[tuple[str, int], int] = field(default_factory=dict)
     _seq: int = 0
     _minted: int = 0
-    _has_main: bool = False
+    _roles: RoleTracker = field(default_factory=RoleTracker)
 
-    def prepare(self, request: ChatRequest, mark: AgentMark, *, request_id: str, now_s: float) -> list[Prepared]:
+    def prepare(self, request: ChatRequest, mark: Mark, *, request_id: str, now_s: float) -> list[Prepared]:
         """Return one prepared call for each choice that is asked for.
 
         Raises:
@@ -105,18 +107,16 @@ class Session:
                 f"resulted in {len(context)} tokens.",
                 code="context_length_exceeded",
             )
-        role, evidence = self._role(request, mark)
         prepared = []
         for choice in range(request.choices):
             call_id = f"{self.spec.execution_id}-c{self._seq:04d}"
-            generate = self._generate(request, mark, context, call_id, room)
+            guess = self._roles.observe(call_id, request.messages, request.tools, mark)
+            generate = self._generate(request, mark.agent or guess.agent, context, call_id, room)
             prepared.append(
                 Prepared(
                     request=request,
-                    mark=mark,
                     match=match,
-                    role=role,
-                    evidence=evidence,
+                    guess=guess,
                     call_id=call_id,
                     request_id=request_id,
                     seq=self._seq,
@@ -137,27 +137,12 @@ class Session:
             path = self._tokens[match.call_id]
             tail = self.renderer.bridge(path, request.messages[match.covered :], request.tools)
             if tail is not None:
-                return np.concatenate((path, tail)), match.call_id, len(path), Verdict.RESTORED
-        context = self.renderer.render(request.messages, request.tools)
-        verdict = Verdict.REWRITTEN if match.verdict is Verdict.REWRITTEN else Verdict.RENDERED
-        return context, None, 0, verdict
-
-    def _role(self, request: ChatRequest, mark: AgentMark) -> tuple[Role, str]:
-        """Return the role of a call from what its harness marks, else by the form of the request.
-
-        Choice: without marks the first agent that is offered tools is main, everything else a sub-agent.
-        """
-        if mark.is_explicit:
-            main = Role.MAIN_SUMMARY if mark.is_compaction else Role.MAIN
-            sub = Role.SUB_AGENT_SUMMARY if mark.is_compaction else Role.SUB_AGENT
-            return (sub, "header") if mark.is_sub_agent else (main, "header")
-        if not request.tools and not self._has_main:
-            return Role.AUXILIARY, "no tools before the first call with tools"
-        self._has_main = True
-        return Role.MAIN, "unmarked"
+                return np.concatenate((path, tail)), match.call_id, len(path), match.verdict
+        verdict = Verdict.RENDERED if match.verdict is Verdict.RESTORED else match.verdict
+        return self.renderer.render(request.messages, request.tools), None, 0, verdict
 
     def _generate(
-        self, request: ChatRequest, mark: AgentMark, context: Int32Array, call_id: str, room: int
+        self, request: ChatRequest, agent: str, context: Int32Array, call_id: str, room: int
     ) -> GenerateRequest:
         spec = self.spec
         return GenerateRequest(
@@ -166,7 +151,7 @@ class Session:
             context=context,
             max_tokens=min(room, request.max_tokens or spec.default_max_tokens),
             temperature=spec.temperature,
-            seed=self._seed(mark.agent, context),
+            seed=self._seed(agent, context),
             stop_ids=self.renderer.stop_ids,
             minimum_version=spec.minimum_version,
             pinned_version=spec.pinned_version,
@@ -193,6 +178,7 @@ class Session:
         reply, tool_ids = self._minted_ids(parsed)
         finish = Finish.TOOL_CALLS if reply.tool_calls and generation.finish is Finish.STOP else generation.finish
         key = self._paths.add(prepared.call_id, prepared.match.keys, reply)
+        self._roles.answered(prepared.call_id, reply)
         self._tokens[prepared.call_id] = np.concatenate((prepared.context, generation.output))
         call = Call(
             execution_id=self.spec.execution_id,
@@ -200,9 +186,9 @@ class Session:
             seq=prepared.seq,
             request_id=prepared.request_id,
             dialect=prepared.request.dialect,
-            agent_key=prepared.mark.agent,
-            role=prepared.role,
-            role_evidence=prepared.evidence,
+            agent_key=prepared.guess.agent,
+            role=prepared.guess.role,
+            role_evidence=prepared.guess.evidence,
             verdict=prepared.match.verdict,
             first_difference=prepared.match.first_difference,
             parent_call_id=prepared.parent_call_id,
@@ -232,6 +218,10 @@ class Session:
         elif prepared.request.truncated_law:
             law = SamplingLaw.TRUNCATED
         return Sampling(temperature=self.spec.temperature, seed=prepared.generate.seed, law=law)
+
+    def revised_roles(self, *, is_over: bool = False) -> list[RoleGuess]:
+        """Return calls that are judged differently by now, once each; at the end of the execution the last ones."""
+        return self._roles.finish() if is_over else self._roles.revisions()
 
     def _minted_ids(self, reply: Message) -> tuple[Message, tuple[tuple[str, str], ...]]:
         """Give every tool call an id that is unique in the run."""

@@ -21,6 +21,7 @@ from opengyre.core.config import Config
 from opengyre.core.events import Event
 from opengyre.core.records import RunRecord
 from opengyre.core.types import Kind, Task
+from opengyre.execute.harness import load_harness
 from opengyre.execute.launcher import ForkServer
 from opengyre.execute.live import HarnessPlan, LiveRunner, end_shims, read_journals
 from opengyre.execute.scoring import SandboxedEvaluator
@@ -164,9 +165,14 @@ def keep_versions(config: Config) -> int:
 
 
 def harness_plan(config: Config) -> HarnessPlan:
-    """Return how the configured harness is started."""
-    settings = {"max_calls": config.harness.max_calls, **config.harness.options}
-    return HarnessPlan(module="gyre_agent.agent", command=(), environment={}, settings=settings)
+    """Return how the configured harness is started.
+
+    Raises:
+        ConfigError: No harness of that name is shipped.
+    """
+    spec = load_harness(config.harness.name)
+    settings = {**spec.settings, "max_calls": config.harness.max_calls, **config.harness.options}
+    return HarnessPlan(module=spec.module, command=spec.command, environment=spec.environment, settings=settings)
 
 
 def build_cells(
@@ -235,6 +241,7 @@ def build_executions(
         clock=clock,
         post=post,
         sockets=folder.sockets,
+        marks=load_harness(config.harness.name).roles,
     )
 
 

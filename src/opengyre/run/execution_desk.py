@@ -26,6 +26,7 @@ from opengyre.proxy.server import Proxy
 from opengyre.proxy.session import SessionSpec
 from opengyre.run.groups import reward_of
 from opengyre.run.router import CellRouter
+from opengyre.trajectory.marks import RoleMarks
 
 RETRY_S = 0.5
 
@@ -54,6 +55,7 @@ class ExecutionDesk:
         clock: The driver's clock.
         post: Hands an event to the scheduler.
         sockets: Short private folder.
+        marks: How the harness marks its requests.
     """
 
     config: Config
@@ -65,6 +67,7 @@ class ExecutionDesk:
     clock: Callable[[], float]
     post: Callable[[Event], None]
     sockets: Path
+    marks: RoleMarks
     live: int = 0
     queued: int = 0
     _room: asyncio.Semaphore = field(init=False)
@@ -134,6 +137,7 @@ class ExecutionDesk:
             temperature=0.0 if greedy else self.config.rollout.temperature,
             minimum_version=0 if is_evaluation else execution.version,
             pinned_version=execution.version if is_evaluation else None,
+            marks=self.marks,
         )
 
     async def _outcome(self, execution: Execution, task: Task, end: HarnessEnd) -> Outcome:
