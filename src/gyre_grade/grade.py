@@ -80,26 +80,31 @@ class TestFile:
         """(test, kind, nonce) in random order."""
         self.is_covered = True
         """Whether every test has canaries."""
+        expected: list[tuple[ast.Compare, str]] = []
         for node in tests:
             name = node.name.removeprefix("test_")
             self.runs.append((name, "true", secrets.token_hex(8)))
-            if any(_expected_side(inner) for inner in ast.walk(node)):
+            comparisons = [inner for inner in ast.walk(node) if isinstance(inner, ast.Compare)]
+            found = [(inner, _expected_side(inner)) for inner in comparisons]
+            expected += [(inner, side) for inner, side in found if side]
+            if any(side for _, side in found):
                 self.runs += [(name, "canary", secrets.token_hex(8)) for _ in range(CANARIES)]
             else:
                 self.is_covered = False
         random.SystemRandom().shuffle(self.runs)
-        # The transformer changes the tree, so the canaries come after the true tests are compiled.
-        changed = [ast.fix_missing_locations(_Canary().visit(node)) for node in tests]
-        self.canary = compile(ast.Module(changed, []), "hidden", "exec")
+        # This changes the tree, so the canaries come after the true tests are compiled.
+        for comparison, side in expected:
+            _expect_fresh(comparison, side)
+        self.canary = compile(ast.Module(list(tests), []), "hidden", "exec")
 
 
 def _is_test(node: ast.stmt) -> TypeGuard[ast.FunctionDef]:
     return isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
 
 
-def _expected_side(node: ast.AST) -> str:
+def _expected_side(node: ast.Compare) -> str:
     """Return which side of an equality is the expected value: the one without a call."""
-    if not isinstance(node, ast.Compare) or len(node.ops) != 1 or not isinstance(node.ops[0], ast.Eq):
+    if len(node.ops) != 1 or not isinstance(node.ops[0], ast.Eq):
         return ""
     left_calls = any(isinstance(inner, ast.Call) for inner in ast.walk(node.left))
     right_calls = any(isinstance(inner, ast.Call) for inner in ast.walk(node.comparators[0]))
@@ -108,18 +113,12 @@ def _expected_side(node: ast.AST) -> str:
     return "left" if right_calls and not left_calls else ""
 
 
-class _Canary(ast.NodeTransformer):
-    """Replaces expected values by a name that is bound to a fresh object."""
-
-    def visit_Compare(self, node: ast.Compare) -> ast.AST:
-        """Replace the expected side of an equality."""
-        side = _expected_side(node)
-        fresh = ast.Name("__expected__", ast.Load())
-        if side == "right":
-            node.comparators = [fresh]
-        elif side == "left":
-            node.left = fresh
-        return node
+def _expect_fresh(node: ast.Compare, side: str) -> None:
+    """Replace the expected value of an equality by a name that is bound to a fresh object."""
+    if side == "right":
+        node.comparators = [ast.copy_location(ast.Name("__expected__", ast.Load()), node.comparators[0])]
+    else:
+        node.left = ast.copy_location(ast.Name("__expected__", ast.Load()), node.left)
 
 
 def _run_child(folder: str, tests: TestFile, limit_s: float) -> tuple[set[str], bool]:

@@ -168,5 +168,5 @@ def test_another_schema_version_is_refused(tmp_path):
     connection.execute("UPDATE meta SET value = '99' WHERE key = 'schema'")
     connection.commit()
     connection.close()
-    with pytest.raises(FileError, match="schema version 99, expected 1"):
+    with pytest.raises(FileError, match="schema version 99, expected 2"):
         Ledger.open(tmp_path)

@@ -23,7 +23,7 @@ from opengyre.core.records import Record
 from opengyre.core.types import Call, Delivered, Dropped, Execution, Outcome, Role
 
 FILE_NAME = "ledger.sqlite"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 GROUPING_S = 0.005
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
