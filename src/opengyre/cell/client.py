@@ -109,9 +109,11 @@ class LocalCell:
         """Write the gradient sum of the step and return its path."""
         return await self._ask(wire.HandInGradient(step=step), str)
 
-    async def close_step(self, step: int, gradient_paths: Sequence[str], *, executions: int) -> StepResult:
+    async def close_step(
+        self, step: int, gradient_paths: Sequence[str], *, executions: int, rate: float = 1.0
+    ) -> StepResult:
         """Core only: reduce, step, write weights and optimizer."""
-        request = wire.CloseStep(step=step, gradient_paths=tuple(gradient_paths), executions=executions)
+        request = wire.CloseStep(step=step, gradient_paths=tuple(gradient_paths), executions=executions, rate=rate)
         return await self._ask(request, StepResult)
 
     async def forget_step(self, step: int) -> None:

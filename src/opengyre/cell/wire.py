@@ -118,6 +118,8 @@ class CloseStep(_Request, frozen=True, kw_only=True, eq=False):
     step: int
     gradient_paths: tuple[str, ...]
     executions: int
+    rate: float = 1.0
+    """Factor of the learning rate."""
 
 
 class ForgetStep(_Request, frozen=True, kw_only=True, eq=False):

@@ -164,6 +164,7 @@ class Cell:
             [Path(path) for path in request.gradient_paths],
             executions=request.executions,
             keep_versions=settings.keep_versions,
+            rate=request.rate,
         )
         version = self.trainer.version
         name = f"v{version:05d}-{settings.incarnation}.safetensors"

@@ -121,8 +121,12 @@ class CellClient(Protocol):
         """Write the gradient sum of the step to shared memory and return its path."""
         ...
 
-    async def close_step(self, step: int, gradient_paths: Sequence[str], *, executions: int) -> StepResult:
+    async def close_step(
+        self, step: int, gradient_paths: Sequence[str], *, executions: int, rate: float = 1.0
+    ) -> StepResult:
         """Core only: add the sums, divide by ``executions`` (S), clip, step, write weights and optimizer.
+
+        ``rate`` is the factor of the learning rate in this step.
 
         ``executions == 0`` writes the same weights under the next version without calling the optimizer.
         """

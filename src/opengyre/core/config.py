@@ -163,7 +163,9 @@ class TrainSection(_Section, frozen=True, kw_only=True):
     """The optimizer and the micro-steps."""
 
     learning_rate: PositiveFloat = 3e-4
-    """AdamW."""
+    """AdamW, in the first step."""
+    learning_rate_end: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Share of the learning rate that is left in the last step; it falls along a line."""
     beta1: Share = 0.9
     """AdamW."""
     beta2: Share = 0.95

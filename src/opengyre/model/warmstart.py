@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from opengyre.model.decoder import DecoderConfig, Parameters, forward_hidden, logits_of
 
-SupervisedRow = tuple[list[int], list[bool]]
-"""Token ids and which of them are targets."""
+SupervisedRow = tuple[list[int], list[float]]
+"""Token ids and the weight of each as a target; 0 is no target."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ def train_supervised(
     processes: int = 1,
     progress: Callable[[int, float], None] | None = None,
 ) -> Parameters:
-    """Train and return the parameters; the mean is over the targets of the whole batch.
+    """Train and return the parameters; the mean is over the target weights of the whole batch.
 
     Args:
         config: Shape of the decoder.
@@ -80,9 +80,9 @@ def train_supervised(
     )
     for step, batch in enumerate(batches):
         ordered = sorted(batch, key=lambda row: len(row[0]))
-        targets = sum(sum(row[1]) for row in ordered)
+        total = sum(sum(row[1]) for row in ordered)
         optimizer.zero_grad()
-        loss = _backward(config, trained, ordered[rank::processes], targets)
+        loss = _backward(config, trained, ordered[rank::processes], total)
         if processes > 1:
             _sum_gradients(tensors)
         torch.nn.utils.clip_grad_norm_(tensors, settings.gradient_clip)
@@ -94,20 +94,22 @@ def train_supervised(
     return {name: tensor.detach() for name, tensor in trained.items()}
 
 
-def _backward(config: DecoderConfig, parameters: Parameters, rows: Sequence[SupervisedRow], targets: int) -> float:
+def _backward(config: DecoderConfig, parameters: Parameters, rows: Sequence[SupervisedRow], total: float) -> float:
     """Add the gradient of this process's rows and return their share of the loss."""
     if not rows:
         return 0.0
     longest = max(len(ids) for ids, _ in rows)
     tokens = np.zeros((len(rows), longest), np.int64)
-    is_target = np.zeros((len(rows), longest), bool)
+    weights = np.zeros((len(rows), longest), np.float32)
     for index, (ids, marks) in enumerate(rows):
         tokens[index, : len(ids)] = ids
-        is_target[index, : len(ids)] = marks
-    ids_tensor, mask = torch.from_numpy(tokens), torch.from_numpy(is_target)
+        weights[index, : len(ids)] = marks
+    ids_tensor, weight = torch.from_numpy(tokens), torch.from_numpy(weights)
+    mask = weight > 0
     hidden = forward_hidden(config, parameters, ids_tensor)[:, :-1][mask[:, 1:]]
     logprobs = torch.log_softmax(logits_of(parameters, hidden), -1)
-    loss = -logprobs.gather(1, ids_tensor[:, 1:][mask[:, 1:]][:, None]).sum() / targets
+    chosen = logprobs.gather(1, ids_tensor[:, 1:][mask[:, 1:]][:, None])[:, 0]
+    loss = -(chosen * weight[:, 1:][mask[:, 1:]]).sum() / total
     loss.backward()  # type: ignore[no-untyped-call]
     return float(loss.detach())
 

@@ -159,6 +159,18 @@ def cell_settings(
     )
 
 
+def learning_rate_factor(config: Config, step: int) -> float:
+    """Return the factor of the learning rate in a step: along a line from 1 to ``learning_rate_end``.
+
+    >>> from opengyre.core.config import decode_config
+    >>> config = decode_config({"run": {"steps": 11}, "train": {"learning_rate_end": 0.5}})
+    >>> [learning_rate_factor(config, step) for step in (0, 5, 10)]
+    [1.0, 0.75, 0.5]
+    """
+    last = max(1, config.run.steps - 1)
+    return 1.0 - (1.0 - config.train.learning_rate_end) * step / last
+
+
 def keep_versions(config: Config) -> int:
     """Return how many versions can still be needed: the staleness window and the one being made."""
     return config.schedule.overlap + config.schedule.burst + 1
@@ -274,6 +286,7 @@ def build_run(
         modes=scheduler.mode,
         incarnation=incarnation,
         keep_versions=keep_versions(config),
+        rate_of=lambda step: learning_rate_factor(config, step),
     )
     driver = Driver(
         config=config,

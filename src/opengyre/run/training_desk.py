@@ -30,6 +30,7 @@ class TrainingDesk:
         modes: Present mode of a cell.
         incarnation: Of this start of the run.
         keep_versions: Weight files that stay.
+        rate_of: Factor of the learning rate in a step.
     """
 
     cells: CellDesk
@@ -39,6 +40,7 @@ class TrainingDesk:
     modes: Callable[[int], Mode]
     incarnation: int
     keep_versions: int
+    rate_of: Callable[[int], float]
     materials: dict[int, GroupMaterial] = field(default_factory=dict)
     _rows: dict[str, tuple[Row, ...]] = field(default_factory=dict)
     _results: dict[str, tuple[int, MicroStepResult]] = field(default_factory=dict)
@@ -94,7 +96,7 @@ class TrainingDesk:
         others = [cell_id for cell_id in sorted(command.contributions) if cell_id != self.cells.core]
         paths = await asyncio.gather(*(self.cells.cells[cell_id].hand_in_gradient(command.step) for cell_id in others))
         try:
-            result = await core.close_step(command.step, paths, executions=executions)
+            result = await core.close_step(command.step, paths, executions=executions, rate=self.rate_of(command.step))
         finally:
             for path in paths:
                 Path(path).unlink(missing_ok=True)

@@ -13,7 +13,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from opengyre.core.chat import Message
 from opengyre.model.chat import EmbeddedRenderer
 from opengyre.model.decoder import DecoderConfig, init_parameters
 from opengyre.model.tokenizer import EmbeddedTokenizer
@@ -21,7 +20,7 @@ from opengyre.model.warmstart import SupervisedRow, SupervisedSettings, batches_
 from opengyre.model.weights import write_version
 from opengyre.run.warmstart import TOKENIZER, WEIGHTS, WarmStartJob, WarmStartRecipe
 from opengyre.tasks.minirepo import conversation as words
-from opengyre.tasks.minirepo.demonstrations import Demonstration, Noise, call
+from opengyre.tasks.minirepo.demonstrations import Demonstration, Noise, call, sub_head
 from opengyre.tasks.minirepo.family import DIGITS, FUNCTIONS, MODULES, make_package
 from opengyre.tasks.minirepo.vocabulary import train_tokenizer
 
@@ -42,7 +41,9 @@ def demonstration_rows(
     for index in range(count):
         rng = random.Random(f"demonstration-{seed}-{index}")
         package = make_package(rng, held_out=False)
-        rows += [(context.tokens, context.is_output) for context in Demonstration(package, renderer, rng, noise).run()]
+        for context in Demonstration(package, renderer, rng, noise).run():
+            weight = recipe.lead_weight if context.is_lead else 1.0
+            rows.append((context.tokens, [weight * is_output for is_output in context.is_output]))
     return rows
 
 
@@ -62,7 +63,7 @@ def copy_batches(
         batch: list[SupervisedRow] = []
         for _ in range(recipe.batch_tokens // (2 * length + 2)):
             chosen = [rng.choice(names) for _ in range(length)]
-            batch.append(([user, *chosen, assistant, *chosen], [False] * (length + 2) + [True] * length))
+            batch.append(([user, *chosen, assistant, *chosen], [0.0] * (length + 2) + [1.0] * length))
         yield batch
 
 
@@ -71,8 +72,8 @@ def unit_batches(
 ) -> Iterator[list[SupervisedRow]]:
     """Yield batches of unit practice: one module's specification to its code, without noise.
 
-    Choice: without the system prompt, so that a batch holds more code; as many functions in every row of a batch, so
-    that little is padded.
+    Choice: under the coder's system prompt, so that the lead does not learn to write code; as many functions in every
+    row of a batch, so that little is padded.
     """
     for step in range(recipe.unit_steps):
         count = rng.randint(1, 3) if step > recipe.unit_steps // 4 else 1
@@ -82,9 +83,9 @@ def unit_batches(
             package = make_package(rng, held_out=False, modules=(1, 1), functions=(count, count))
             module, functions = package.modules[0]
             reply = call("write_file", module=module, content="".join(function.code() for function in functions))
-            context = renderer.render([Message(role="user", content=package.section(module))], ()).tolist()
+            context = renderer.render(sub_head(package, module), words.SUB_TOOLS).tolist()
             output = renderer.encode_reply(reply, words.SUB_TOOLS)
-            batch.append(([*context, *output], [False] * len(context) + [True] * len(output)))
+            batch.append(([*context, *output], [0.0] * len(context) + [1.0] * len(output)))
             used += len(context) + len(output)
         yield batch
 

@@ -44,18 +44,18 @@ class AdamW:
         self._squares = [torch.zeros_like(tensor) for tensor in self._parameters]
         self.steps = 0
 
-    def step(self, gradients: Parameters) -> None:
+    def step(self, gradients: Parameters, *, rate: float = 1.0) -> None:
         """Take one step along gradients [as parameters], clipped before."""
         settings, values = self.settings, [gradients[name] for name in self._names]
         self.steps += 1
-        torch._foreach_mul_(self._parameters, 1 - settings.learning_rate * settings.weight_decay)
+        torch._foreach_mul_(self._parameters, 1 - rate * settings.learning_rate * settings.weight_decay)
         torch._foreach_lerp_(self._means, values, 1 - settings.beta1)
         torch._foreach_mul_(self._squares, settings.beta2)
         torch._foreach_addcmul_(self._squares, values, values, 1 - settings.beta2)
         scales = torch._foreach_sqrt(self._squares)
         torch._foreach_div_(scales, (1 - settings.beta2**self.steps) ** 0.5)
         torch._foreach_add_(scales, _EPS)
-        rate = settings.learning_rate / (1 - settings.beta1**self.steps)
+        rate *= settings.learning_rate / (1 - settings.beta1**self.steps)
         torch._foreach_addcdiv_(self._parameters, self._means, scales, -rate)
 
     def state(self) -> dict[str, Tensor]:

@@ -244,11 +244,12 @@ class Trainer:
     # -- the core ---------------------------------------------------------------------------------------------
 
     def close_step(
-        self, step: int, gradient_paths: Sequence[Path], *, executions: int, keep_versions: int
+        self, step: int, gradient_paths: Sequence[Path], *, executions: int, keep_versions: int, rate: float = 1.0
     ) -> tuple[float, bool]:
         """Add the sums of other cells, divide by S, clip, step; return gradient norm and whether it was empty.
 
-        Paths are added in the order given, after the core's own sum, so a fixed order gives fixed bits.
+        Paths are added in the order given, after the core's own sum, so a fixed order gives fixed bits. ``rate`` is the
+        factor of the learning rate.
 
         Raises:
             InvariantError: The step is not the next one, or this is not the core.
@@ -269,7 +270,7 @@ class Trainer:
         if not empty:
             mean = {name: tensor / executions for name, tensor in total.items()}
             norm = clip(mean, self._optimizer.settings.gradient_clip)
-            self._optimizer.step(mean)
+            self._optimizer.step(mean, rate=rate)
         self._step = step
         self.forget_step(step)
         self._remember(step + 1, keep_versions)

@@ -68,6 +68,7 @@ class DemonstrationContext:
 
     tokens: list[int]
     is_output: list[bool]
+    is_lead: bool
     requests: list[tuple[tuple[Message, ...], tuple[Tool, ...]]] = field(default_factory=list)
     replies: list[Message] = field(default_factory=list)
 
@@ -120,7 +121,7 @@ class Demonstration:
             Message(role="user", content=self._package.instruction()),
         )
         history = list(head)
-        context = self._open()
+        context = self._open(is_lead=True)
         done: list[str] = []
         base = 0
         for _ in range(words.MAX_MAIN_TURNS):
@@ -139,11 +140,11 @@ class Demonstration:
                 history.append(Message(role="user", content=words.COMPACTION))
                 summary = self._ask(context, history, words.MAIN_TOOLS, self._summary(done))
                 history = [*head, Message(role="user", content=summary.content)]
-                context, base = self._open(), 0
+                context, base = self._open(is_lead=True), 0
         return self.contexts
 
-    def _open(self) -> DemonstrationContext:
-        context = DemonstrationContext([], [])
+    def _open(self, *, is_lead: bool) -> DemonstrationContext:
+        context = DemonstrationContext([], [], is_lead)
         self.contexts.append(context)
         return context
 
@@ -174,7 +175,7 @@ class Demonstration:
     def _sub_agent(self, module: str) -> str:
         """Play a sub-agent and return its status word."""
         history = sub_head(self._package, module)
-        context = self._open()
+        context = self._open(is_lead=False)
         plan = self._sub_replies(module)
         for turn in range(words.MAX_SUB_TURNS):
             reply = self._ask(context, history, words.SUB_TOOLS, next(plan))
