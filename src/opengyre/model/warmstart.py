@@ -1,7 +1,7 @@
 """Supervised training of the embedded policy on batches of rows, data-parallel over a few processes of one thread.
 
-Every process sees every batch and computes its share of the rows; gradients are summed, so the result is a function of
-the batches and the number of processes.
+Every process makes and computes its own part of each batch; gradients and target weights are summed over the processes,
+so the result is a function of the parts and the number of processes.
 """
 
 import math
@@ -58,7 +58,6 @@ def train_supervised(
     batches: Iterable[Sequence[SupervisedRow]],
     settings: SupervisedSettings,
     *,
-    rank: int = 0,
     processes: int = 1,
     progress: Callable[[int, float], None] | None = None,
 ) -> Parameters:
@@ -67,11 +66,10 @@ def train_supervised(
     Args:
         config: Shape of the decoder.
         parameters: Fresh weights, the same in every process.
-        batches: The same batches in every process.
+        batches: This process's part of each batch; every process has as many.
         settings: Optimizer and schedule.
-        rank: This process; with several, a gloo process group must stand.
-        processes: How many share the work.
-        progress: Called with the steps done and this process's share of the loss.
+        processes: How many share the work; with several, a gloo process group must stand.
+        progress: Called with the steps done and the loss.
     """
     trained = {name: tensor.clone().requires_grad_() for name, tensor in parameters.items()}
     tensors = list(trained.values())
@@ -79,25 +77,21 @@ def train_supervised(
         tensors, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=settings.weight_decay, foreach=True
     )
     for step, batch in enumerate(batches):
-        ordered = sorted(batch, key=lambda row: len(row[0]))
-        total = sum(sum(row[1]) for row in ordered)
         optimizer.zero_grad()
-        loss = _backward(config, trained, ordered[rank::processes], total)
-        if processes > 1:
-            _sum_gradients(tensors)
+        loss = _backward(config, trained, batch)
+        sums = torch.tensor([loss, sum(sum(row[1]) for row in batch)])
+        _divide_gradients(tensors, sums, is_shared=processes > 1)
         torch.nn.utils.clip_grad_norm_(tensors, settings.gradient_clip)
         for group in optimizer.param_groups:
             group["lr"] = settings.rate_at(step)
         optimizer.step()
         if progress is not None:
-            progress(step + 1, loss * processes)
+            progress(step + 1, float(sums[0] / sums[1]))
     return {name: tensor.detach() for name, tensor in trained.items()}
 
 
-def _backward(config: DecoderConfig, parameters: Parameters, rows: Sequence[SupervisedRow], total: float) -> float:
-    """Add the gradient of this process's rows and return their share of the loss."""
-    if not rows:
-        return 0.0
+def _backward(config: DecoderConfig, parameters: Parameters, rows: Sequence[SupervisedRow]) -> float:
+    """Add the gradient of the weighted sum over rows and return that sum."""
     longest = max(len(ids) for ids, _ in rows)
     tokens = np.zeros((len(rows), longest), np.int64)
     weights = np.zeros((len(rows), longest), np.float32)
@@ -109,16 +103,25 @@ def _backward(config: DecoderConfig, parameters: Parameters, rows: Sequence[Supe
     hidden = forward_hidden(config, parameters, ids_tensor)[:, :-1][mask[:, 1:]]
     logprobs = torch.log_softmax(logits_of(parameters, hidden), -1)
     chosen = logprobs.gather(1, ids_tensor[:, 1:][mask[:, 1:]][:, None])[:, 0]
-    loss = -(chosen * weight[:, 1:][mask[:, 1:]]).sum() / total
+    loss = -(chosen * weight[:, 1:][mask[:, 1:]]).sum()
     loss.backward()  # type: ignore[no-untyped-call]
     return float(loss.detach())
 
 
-def _sum_gradients(tensors: Sequence[torch.Tensor]) -> None:
-    """Sum the gradients over the processes in one message."""
+def _divide_gradients(tensors: Sequence[torch.Tensor], sums: torch.Tensor, *, is_shared: bool) -> None:
+    """Sum gradients, losses and weights over the processes in one message; divide the gradients by the weights.
+
+    Args:
+        tensors: Parameters with gradients.
+        sums: [2] loss and target weight of this process; becomes those of all.
+        is_shared: Whether there are other processes.
+    """
     parts = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in tensors]
-    flat = torch.cat([part.reshape(-1) for part in parts])
-    dist.all_reduce(flat)
+    flat = torch.cat([*(part.reshape(-1) for part in parts), sums])
+    if is_shared:
+        dist.all_reduce(flat)
+        sums.copy_(flat[-2:])
+    flat /= sums[1]
     start = 0
     for tensor in tensors:
         tensor.grad = flat[start : start + tensor.numel()].view_as(tensor)

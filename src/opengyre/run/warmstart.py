@@ -20,7 +20,7 @@ from opengyre.core.config import Config, load_config
 from opengyre.core.errors import ConfigError, RunError
 from opengyre.report.console import console
 
-RECIPE_VERSION = 5
+RECIPE_VERSION = 6
 """Raised whenever the code behind the recipe changes what it makes."""
 WEIGHTS = "weights.safetensors"
 TOKENIZER = "tokenizer.json"
@@ -35,12 +35,12 @@ class WarmStartRecipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     vocabulary: Annotated[int, Meta(ge=300)] = 836
     demonstrations: Annotated[int, Meta(ge=1)] = 1200
-    copy_steps: Annotated[int, Meta(ge=0)] = 120
-    unit_steps: Annotated[int, Meta(ge=0)] = 400
+    copy_steps: Annotated[int, Meta(ge=0)] = 100
+    unit_steps: Annotated[int, Meta(ge=0)] = 600
     batch_tokens: Annotated[int, Meta(ge=256)] = 1024
-    learning_rate: Annotated[float, Meta(gt=0)] = 2e-3
+    learning_rate: Annotated[float, Meta(gt=0)] = 1.3e-3
     processes: Annotated[int, Meta(ge=1)] = 2
-    lead_weight: Annotated[float, Meta(gt=0)] = 4.0
+    lead_weight: Annotated[float, Meta(gt=0)] = 2.0
     """Weight of the lead's tokens: it says little, and what it says decides everything."""
     wrong: _Share = 0.22
     missed_function: _Share = 0.10

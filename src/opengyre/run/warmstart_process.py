@@ -26,7 +26,7 @@ from opengyre.tasks.minirepo.vocabulary import train_tokenizer
 
 
 def demonstration_rows(
-    renderer: EmbeddedRenderer, recipe: WarmStartRecipe, *, seed: int, count: int
+    renderer: EmbeddedRenderer, recipe: WarmStartRecipe, *, seed: str, count: int
 ) -> list[SupervisedRow]:
     """Return every context of ``count`` executions of the noisy expert."""
     noise = Noise(
@@ -48,7 +48,7 @@ def demonstration_rows(
 
 
 def copy_batches(
-    tokenizer: EmbeddedTokenizer, recipe: WarmStartRecipe, rng: random.Random
+    tokenizer: EmbeddedTokenizer, recipe: WarmStartRecipe, rng: random.Random, *, tokens: int
 ) -> Iterator[list[SupervisedRow]]:
     """Yield batches of dense copying: names behind ``<user>`` are repeated behind ``<asst>``.
 
@@ -61,14 +61,14 @@ def copy_batches(
     for _ in range(recipe.copy_steps):
         length = rng.choice((8, 12, 16, 24))
         batch: list[SupervisedRow] = []
-        for _ in range(recipe.batch_tokens // (2 * length + 2)):
+        for _ in range(tokens // (2 * length + 2)):
             chosen = [rng.choice(names) for _ in range(length)]
             batch.append(([user, *chosen, assistant, *chosen], [0.0] * (length + 2) + [1.0] * length))
         yield batch
 
 
 def unit_batches(
-    renderer: EmbeddedRenderer, recipe: WarmStartRecipe, rng: random.Random
+    renderer: EmbeddedRenderer, recipe: WarmStartRecipe, rng: random.Random, *, tokens: int
 ) -> Iterator[list[SupervisedRow]]:
     """Yield batches of unit practice: one module's specification to its code, without noise.
 
@@ -79,7 +79,7 @@ def unit_batches(
         count = rng.randint(1, 3) if step > recipe.unit_steps // 4 else 1
         batch: list[SupervisedRow] = []
         used = 0
-        while used < recipe.batch_tokens:
+        while used < tokens:
             package = make_package(rng, held_out=False, modules=(1, 1), functions=(count, count))
             module, functions = package.modules[0]
             reply = call("write_file", module=module, content="".join(function.code() for function in functions))
@@ -91,7 +91,7 @@ def unit_batches(
 
 
 def main(folder: Path, rank: int) -> int:
-    """Train this process's share; rank 0 writes the result and prints ``DONE TOTAL TEXT`` lines."""
+    """Train this process's part; rank 0 writes the result and prints ``DONE TOTAL TEXT`` lines."""
     job = msgspec.msgpack.decode((folder / "job.msgpack").read_bytes(), type=WarmStartJob)
     recipe = job.recipe
     torch.set_num_threads(1)
@@ -101,28 +101,17 @@ def main(folder: Path, rank: int) -> int:
             "gloo", store=store, rank=rank, world_size=recipe.processes, timeout=timedelta(seconds=300)
         )
     tokenizer = train_tokenizer(recipe.vocabulary)
-    renderer = EmbeddedRenderer(tokenizer)
-    rng = random.Random(f"warm-start-{job.seed}")
-    rows = demonstration_rows(renderer, recipe, seed=job.seed, count=recipe.demonstrations)
-    demonstrations = batches_of(rows, tokens=recipe.batch_tokens)
-    rng.shuffle(demonstrations)
-    steps = recipe.copy_steps + recipe.unit_steps + len(demonstrations)
-
-    def batches() -> Iterator[list[SupervisedRow]]:
-        yield from copy_batches(tokenizer, recipe, rng)
-        yield from unit_batches(renderer, recipe, rng)
-        yield from demonstrations
+    stages = Stages(EmbeddedRenderer(tokenizer), tokenizer, recipe, seed=job.seed, rank=rank)
 
     def show(done: int, loss: float) -> None:
-        stage = "copying" if done <= recipe.copy_steps else "units" if done <= steps - len(demonstrations) else "tasks"
-        if rank == 0 and (done % 10 == 0 or done == steps):
-            sys.stdout.write(f"{done} {steps} {stage}, loss {loss:.3f}\n")
+        if rank == 0 and (done % 10 == 0 or done == stages.steps):
+            sys.stdout.write(f"{done} {stages.steps} {stages.name_of(done)}, loss {loss:.3f}\n")
             sys.stdout.flush()
 
     config = DecoderConfig(vocab_size=tokenizer.vocab_size, **job.decoder)
     fresh = init_parameters(config, torch.Generator().manual_seed(job.seed))
-    settings = SupervisedSettings(learning_rate=recipe.learning_rate, steps=steps)
-    trained = train_supervised(config, fresh, batches(), settings, rank=rank, processes=recipe.processes, progress=show)
+    settings = SupervisedSettings(learning_rate=recipe.learning_rate, steps=stages.steps)
+    trained = train_supervised(config, fresh, stages.batches(), settings, processes=recipe.processes, progress=show)
     if rank == 0:
         tokenizer.save(folder / TOKENIZER)
         write_version(folder / WEIGHTS, config, trained, version=0, incarnation=0)
@@ -130,6 +119,56 @@ def main(folder: Path, rank: int) -> int:
         dist.barrier()
         dist.destroy_process_group()
     return 0
+
+
+class Stages:
+    """This process's part of the batches of all stages, in order.
+
+    Args:
+        renderer: Chat to tokens.
+        tokenizer: The policy's tokenizer.
+        recipe: What is practised for how long.
+        seed: Of the run.
+        rank: This process; each has its own tasks.
+    """
+
+    def __init__(
+        self,
+        renderer: EmbeddedRenderer,
+        tokenizer: EmbeddedTokenizer,
+        recipe: WarmStartRecipe,
+        *,
+        seed: int,
+        rank: int,
+    ) -> None:
+        self._renderer, self._tokenizer, self._recipe = renderer, tokenizer, recipe
+        self._tokens = max(256, recipe.batch_tokens // recipe.processes)
+        self._rng = random.Random(f"warm-start-{seed}-{rank}")
+        count = max(1, recipe.demonstrations // recipe.processes)
+        rows = demonstration_rows(renderer, recipe, seed=f"{seed}-{rank}", count=count)
+        demonstrations = batches_of(rows, tokens=self._tokens)
+        self._rng.shuffle(demonstrations)
+        common = torch.tensor(len(demonstrations))
+        if recipe.processes > 1:
+            dist.all_reduce(common, dist.ReduceOp.MIN)
+        self._demonstrations = demonstrations[: int(common)]
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of all stages."""
+        return self._recipe.copy_steps + self._recipe.unit_steps + len(self._demonstrations)
+
+    def name_of(self, step: int) -> str:
+        """Return the stage of a step."""
+        if step <= self._recipe.copy_steps:
+            return "copying"
+        return "units" if step <= self._recipe.copy_steps + self._recipe.unit_steps else "tasks"
+
+    def batches(self) -> Iterator[list[SupervisedRow]]:
+        """Yield every batch."""
+        yield from copy_batches(self._tokenizer, self._recipe, self._rng, tokens=self._tokens)
+        yield from unit_batches(self._renderer, self._recipe, self._rng, tokens=self._tokens)
+        yield from self._demonstrations
 
 
 if __name__ == "__main__":
