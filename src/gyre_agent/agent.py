@@ -44,7 +44,7 @@ class Limits:
     main_turns: int = 10
     sub_turns: int = 6
     malformed: int = 4
-    room_tokens: int = 22
+    room_tokens: int = 40
     """Growth of the main context over its first answer that makes the agent compact."""
     main_reply_tokens: int = 12
     sub_reply_tokens: int = 160

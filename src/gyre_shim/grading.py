@@ -4,7 +4,10 @@ import importlib
 import json
 import os
 import shutil
+import signal
+import sys
 import tempfile
+import traceback
 from typing import Any
 
 from gyre_shim import sandbox
@@ -27,12 +30,17 @@ def run(order: dict[str, Any]) -> int:
     """Copy the workspace, add the hidden tests, grade in a sandbox, write the result; returns the exit status."""
     folder = tempfile.mkdtemp(prefix="grade-", dir=order["scratch"])
     try:
-        copied, refused = copy_workspace(order["workspace"], f"{folder}/work")
-        for name, text in order["hidden_files"].items():
-            with open(f"{folder}/work/{name}", "w") as file:
-                file.write(text)
-        os.mkdir(f"{folder}/root")
         os.chmod(folder, 0o755)
+        copied, refused = copy_workspace(order["workspace"], f"{folder}/work")
+        for name in ("root", "tests", "logs"):
+            os.mkdir(f"{folder}/{name}")
+        for name, text in order["hidden_files"].items():
+            place = f"{folder}/{name}" if order["grader"] == "script" else f"{folder}/work/{name}"
+            os.makedirs(os.path.dirname(place), exist_ok=True)
+            with open(place, "w", errors="surrogateescape") as file:
+                file.write(text)
+        if order["sandbox"] and os.getuid() == 0:
+            _give(folder, order["user"])
         result = _graded(order, folder)
         result["copied"], result["refused"] = copied, refused
         with open(order["result"] + ".part", "w") as file:
@@ -41,6 +49,20 @@ def run(order: dict[str, Any]) -> int:
         return 0
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a folder may go along: no caches, no package metadata (its entry points could load plugins)."""
+    return name != "__pycache__" and not name.endswith((".egg-info", ".dist-info"))
+
+
+def _give(folder: str, user: int) -> None:
+    """Make the sandbox's user the owner of what it may write."""
+    for top in ("work", "logs"):
+        for base, _, files in os.walk(f"{folder}/{top}"):
+            os.chown(base, user, user)
+            for name in files:
+                os.chown(os.path.join(base, name), user, user)
 
 
 def copy_workspace(source: str, target: str) -> tuple[int, list[str]]:
@@ -77,37 +99,99 @@ def _graded(order: dict[str, Any], folder: str) -> dict[str, Any]:
     child = os.fork()
     if not child:
         os.close(reading)
-        status = 70
         try:
             sandbox.die_with_parent()
-            if order["sandbox"]:
-                sandbox.enter_root(
-                    root=f"{folder}/root",
-                    workspace=f"{folder}/work",
-                    python_prefixes=sandbox.python_prefixes(),
-                    temporary_bytes=16 * 1024 * 1024,
-                )
-                sandbox.drop_privileges(
-                    user=order["user"],
-                    memory_bytes=order["memory_bytes"],
-                    processes=64,
-                    file_bytes=16 * 1024 * 1024,
-                    cpu_s=600,
-                )
-            else:
-                os.chdir(f"{folder}/work")
-            grade = importlib.import_module("gyre_grade.grade").grade
-            text = json.dumps(grade(os.getcwd(), order["test_files"], limit_s=order["limit_s"]))
-            with os.fdopen(writing, "w") as pipe:
-                pipe.write(text)
-            status = 0
+            _confine(order, folder)
+            _GRADERS[order["grader"]](order, writing)
         finally:
-            os._exit(status)
+            if sys.exc_info()[0] is not None:
+                traceback.print_exc()
+            os._exit(70)
     os.close(writing)
     with os.fdopen(reading) as pipe:
         text = pipe.read()
     _, status = os.waitpid(child, 0)
+    if order["grader"] == "script":
+        return _script_result(f"{folder}/logs/verifier/reward.txt", os.waitstatus_to_exitcode(status))
     if not text:
         return {"error": f"the grader ended with {os.waitstatus_to_exitcode(status)} and no result"}
     result: dict[str, Any] = json.loads(text)
     return result
+
+
+def _confine(order: dict[str, Any], folder: str) -> None:
+    """Enter the sandbox of a grading; a script sees its tests and logs where Harbor puts them."""
+    workdir = order.get("workdir") or sandbox.WORKSPACE
+    if not order["sandbox"]:
+        os.chdir(f"{folder}/work")
+        return
+    writable = {f"{folder}/work": workdir}
+    if order["grader"] == "script":
+        os.makedirs(f"{folder}/logs/verifier", exist_ok=True)
+        os.chmod(f"{folder}/logs/verifier", 0o777)
+        writable |= {f"{folder}/logs": "/logs", f"{folder}/tests": "/tests"}
+    sandbox.enter_root(
+        root=f"{folder}/root",
+        writable=writable,
+        python_prefixes=sandbox.python_prefixes(),
+        temporary_bytes=64 * 1024 * 1024,
+        extra=tuple(order.get("shown", ())),
+    )
+    sandbox.drop_privileges(
+        user=order["user"],
+        memory_bytes=order["memory_bytes"],
+        processes=64,
+        file_bytes=16 * 1024 * 1024,
+        cpu_s=int(order["limit_s"]) + 60,
+    )
+
+
+def _grade_functions(order: dict[str, Any], writing: int) -> None:
+    """Grade test functions in this process's children; it has the grader loaded."""
+    grade = importlib.import_module("gyre_grade.grade").grade
+    text = json.dumps(grade(os.getcwd(), order["test_files"], limit_s=order["limit_s"]))
+    with os.fdopen(writing, "w") as pipe:
+        pipe.write(text)
+    os._exit(0)
+
+
+def _grade_pytest(order: dict[str, Any], writing: int) -> None:
+    """Become the pytest supervisor: a fresh interpreter that reads its order from standard input."""
+    asked = {
+        "root": os.getcwd(),
+        "hidden": order["hidden_files"],
+        "test_files": order["test_files"],
+        "tests": order["tests"],
+        "canaries": order["canaries"],
+        "needs": order["needs"],
+        "limit_s": order["limit_s"],
+    }
+    with tempfile.TemporaryFile() as stdin:
+        stdin.write(json.dumps(asked).encode())
+        stdin.seek(0)
+        os.dup2(stdin.fileno(), 0)
+    os.dup2(writing, 1)
+    os.execve(order["python"], [order["python"], "-I", "-B", order["supervisor"]], _ENVIRONMENT)
+
+
+def _grade_script(order: dict[str, Any], writing: int) -> None:
+    """Become the task's own test script; its wall limit is the kernel's alarm."""
+    os.close(writing)
+    signal.alarm(max(1, int(order["limit_s"])))
+    os.execve("/bin/bash", ["/bin/bash", "/tests/test.sh"], {**_ENVIRONMENT, **order["environment"]})
+
+
+def _script_result(path: str, status: int) -> dict[str, Any]:
+    """Return the reward that a test script wrote; no reward file is a broken evaluation, never a zero."""
+    try:
+        with open(path) as file:
+            reward = float(file.read().strip())
+    except (OSError, ValueError) as error:
+        return {"error": f"the test script ended with {status} and no reward: {error}"}
+    if not 0.0 <= reward <= 1.0:
+        return {"error": f"the test script gave the reward {reward}, expected 0 to 1"}
+    return {"grader": "harbor-script-1", "reward": reward, "tests": {"reward": "passed" if reward == 1.0 else "failed"}}
+
+
+_ENVIRONMENT = {"HOME": "/tmp", "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "TZ": "UTC"}
+_GRADERS = {"functions": _grade_functions, "pytest": _grade_pytest, "script": _grade_script}

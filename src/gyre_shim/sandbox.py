@@ -35,6 +35,8 @@ SYSTEM_FILES = (
     "/etc/passwd",
     "/etc/ssl",
 )
+WORKSPACE = "/gyre"
+"""Where a sandbox shows its workspace: a name that no interpreter or project lies under."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -84,13 +86,18 @@ def _raise_loopback() -> None:
 
 
 def enter_root(
-    *, root: str, workspace: str, python_prefixes: tuple[str, ...], temporary_bytes: int, extra: tuple[str, ...] = ()
+    *,
+    root: str,
+    writable: dict[str, str],
+    python_prefixes: tuple[str, ...],
+    temporary_bytes: int,
+    extra: tuple[str, ...] = (),
 ) -> None:
-    """Make a private root and move into it; the working folder is ``/work``.
+    """Make a private root and move into its first writable folder.
 
     Args:
         root: An empty folder that the new root is mounted on.
-        workspace: The only folder that stays writable, apart from ``/tmp``.
+        writable: Folders that stay writable, apart from ``/tmp``: where they lie to where they are shown.
         python_prefixes: Folders of the interpreter that are not under ``/usr``.
         temporary_bytes: Size of ``/tmp``.
         extra: Further folders to show read-only at their own place.
@@ -105,17 +112,19 @@ def enter_root(
         _show(root, path)
     for path in DEVICES:
         _show(root, path, read_only=False)
-    for name in ("proc", "tmp", "work", "old"):
+    for name in ("proc", "tmp", "old"):
         os.mkdir(f"{root}/{name}")
     _mount("proc", f"{root}/proc", "proc", _MS_NOSUID | _MS_NODEV)
     _mount("tmpfs", f"{root}/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={temporary_bytes},mode=1777")
-    _mount(workspace, f"{root}/work", "", _MS_BIND)
+    for source, target in writable.items():
+        os.makedirs(root + target, exist_ok=True)
+        _mount(source, root + target, "", _MS_BIND)
     os.chdir(root)
     number = _PIVOT_ROOT.get(os.uname().machine)
     if number is None:
         raise SandboxError(f"pivot_root: no system call number for {os.uname().machine}")
     _check(_libc.syscall(number, root.encode(), f"{root}/old".encode()), "pivot_root")
-    os.chdir("/work")
+    os.chdir(next(iter(writable.values())))
     _check(_libc.umount2(b"/old", _MNT_DETACH), "unmount the old root")
     os.rmdir("/old")
 

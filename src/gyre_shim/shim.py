@@ -67,7 +67,7 @@ def _start_harness(order: dict[str, Any], listener: socket.socket) -> int:
             sandbox.die_with_parent()
             sandbox.enter_root(
                 root=f"{order['folder']}/root",
-                workspace=order["workspace"],
+                writable={order["workspace"]: sandbox.WORKSPACE},
                 python_prefixes=sandbox.python_prefixes(),
                 temporary_bytes=order["disk_bytes"],
             )

@@ -19,6 +19,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "trees": ("opengyre.run.trees", "show the trajectory trees of a run or of a file of calls"),
     "import": ("opengyre.run.import_files", "turn sessions of other tools into trajectory trees"),
     "report": ("opengyre.run.report", "show what a run has come to: tables, an HTML page, JSON, a trace"),
+    "tasks": ("opengyre.run.tasks_command", "list, check, show, score and make tasks"),
     "ps": ("opengyre.run.ps", "list the live executions of a run"),
     "stop": ("opengyre.run.stop", "end the executions that a dead driver left"),
     "bench": ("opengyre.run.bench", "measure the budgets on this machine"),

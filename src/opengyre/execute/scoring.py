@@ -2,8 +2,10 @@
 
 import asyncio
 import hashlib
+import importlib.util
 import os
 import shutil
+import sys
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,12 @@ class GradeResult(msgspec.Struct, frozen=True, kw_only=True):
     uncanaried: list[str] = []
     error: str = ""
     refused: list[str] = []
+    reward: float | None = None
+    """From a task's own script."""
+    collected: list[str] = []
+    canaries: list[str] = []
+    """Tests whose canaries fail on what was graded; asked for while a task is frozen."""
+    versions: dict[str, str] = {}
 
 
 class SandboxedEvaluator:
@@ -64,18 +72,28 @@ class SandboxedEvaluator:
         key = _fingerprint(task, workspace)
         result = self._known.get(key)
         if result is None:
-            async with self._room:
-                result = await self._grade(task, workspace)
+            result = await self.grade(task, workspace)
             if not result.error:
                 self._known[key] = result
         return outcome_of(task, result, timed_out=timed_out)
 
-    async def _grade(self, task: Task, workspace: Path) -> GradeResult:
+    async def grade(self, task: Task, workspace: Path, *, is_freezing: bool = False) -> GradeResult:
+        """Return the grader's own words on a workspace, without the memory of earlier ones.
+
+        Args:
+            task: What is graded.
+            workspace: Folder of the candidate.
+            is_freezing: Find out which canaries fail instead of holding them against the candidate.
+        """
+        async with self._room:
+            return await self._grade(task, workspace, is_freezing=is_freezing)
+
+    async def _grade(self, task: Task, workspace: Path, *, is_freezing: bool) -> GradeResult:
         self._number += 1
         name = f"grading-{os.getpid()}-{self._number}"
         result_path = self._scratch / f"{name}.json"
         try:
-            status = await self._server.launch(self._order(name, task, workspace, result_path))
+            status = await self._server.launch(self._order(name, task, workspace, result_path, is_freezing))
             if status is None or not result_path.exists():
                 return GradeResult(error=f"the grading process ended with {status} and no result")
             return msgspec.json.decode(result_path.read_bytes(), type=GradeResult)
@@ -84,8 +102,9 @@ class SandboxedEvaluator:
         finally:
             result_path.unlink(missing_ok=True)
 
-    def _order(self, name: str, task: Task, workspace: Path, result_path: Path) -> dict[str, Any]:
+    def _order(self, name: str, task: Task, workspace: Path, result_path: Path, is_freezing: bool) -> dict[str, Any]:
         return {
+            **_grader_order(task, is_freezing=is_freezing),
             "id": name,
             "kind": "grading",
             "workspace": str(workspace),
@@ -93,7 +112,6 @@ class SandboxedEvaluator:
             "result": str(result_path),
             "log": str(self._scratch / "grading.log"),
             "hidden_files": task.hidden_files,
-            "test_files": sorted(task.hidden_files),
             "limit_s": task.scoring_limit_s,
             "sandbox": self._is_sandboxed,
             "user": self._server.next_user(),
@@ -103,6 +121,26 @@ class SandboxedEvaluator:
     def close(self) -> None:
         """Remove the scratch folder."""
         shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def _grader_order(task: Task, *, is_freezing: bool) -> dict[str, Any]:
+    """Return which grader scores a task, and what only that grader reads."""
+    if task.format == "minirepo":
+        return {"grader": "functions", "test_files": sorted(task.hidden_files)}
+    if task.format == "harbor":
+        options = task.options
+        return {"grader": "script", "workdir": options["workdir"], "environment": options["environment"]}
+    supervisor = Path(importlib.util.find_spec("gyre_grade").origin or "").parent / "pytest_grade.py"  # type: ignore[union-attr]
+    return {
+        "grader": "pytest",
+        "test_files": task.options["test_files"],
+        "tests": list(task.test_ids),
+        "canaries": None if is_freezing else task.options["canaries"],
+        "needs": task.options["needs"],
+        "python": sys.executable,
+        "supervisor": str(supervisor),
+        "shown": sorted({sys.prefix, str(supervisor.parent)}),
+    }
 
 
 def find_artifacts(task: Task, workspace: Path) -> list[Path]:
@@ -125,6 +163,9 @@ def outcome_of(task: Task, result: GradeResult, *, timed_out: bool) -> Outcome:
     """
     if result.error:
         return EvaluationFailed(reason=result.error)
+    if result.reward is not None:
+        passed = int(result.reward == 1.0)
+        return Scored(reward=result.reward, passed=passed, total=1, timed_out=timed_out, tests=result.tests)
     tests = {test: result.tests.get(test, "missing") for test in task.test_ids}
     passed = sum(verdict == "passed" for verdict in tests.values())
     return Scored(

@@ -13,7 +13,7 @@ STATUS_WORDS = ("pass", "fail", "untested", "stopped")
 MAIN_REPLY_TOKENS = 12
 SUB_REPLY_TOKENS = 160
 SUMMARY_TOKENS = 16
-MAIN_ROOM_TOKENS = 22
+MAIN_ROOM_TOKENS = 40
 """Growth of the main context, in tokens, that makes the harness compact."""
 MAX_CALLS = 20
 MAX_MAIN_TURNS = 10
