@@ -12,6 +12,7 @@ from gyre_agent.workspace import Workspace
 
 MAIN_SYSTEM = "lead: build every module, then finish"
 SUB_SYSTEM = "coder: write one module, test it, then finish"
+SUB_ORDER = "write this module"
 COMPACTION = "context full: summarise progress"
 BAD_CALL = "bad call"
 STATUS_WORDS = ("pass", "fail", "untested", "stopped")
@@ -44,7 +45,7 @@ class Limits:
     main_turns: int = 10
     sub_turns: int = 6
     malformed: int = 4
-    room_tokens: int = 40
+    room_tokens: int = 22
     """Growth of the main context over its first answer that makes the agent compact."""
     main_reply_tokens: int = 12
     sub_reply_tokens: int = 160
@@ -119,7 +120,7 @@ class Agent:
         self.sub_agents += 1
         agent = f"sub-{self.sub_agents}"
         functions = function_names(section)
-        messages = [_system(SUB_SYSTEM), _user(section)]
+        messages = [_system(SUB_SYSTEM), _user(section + SUB_ORDER)]
         for turn in range(self.limits.sub_turns):
             reply = self._ask(messages, SUB_TOOLS, self.limits.sub_reply_tokens, agent)
             name, arguments, call_id = first_call(reply.message)
@@ -142,7 +143,7 @@ class Agent:
             return "saved"
         if name == "run_tests" and set(arguments) == {"module"}:
             failing = self.workspace.failing_tests(module, functions)
-            return "fail " + " ".join(failing) if failing else "all pass"
+            return "failed " + " ".join(failing) if failing else "all passed"
         return None
 
     # -- the model --------------------------------------------------------------------------------------------

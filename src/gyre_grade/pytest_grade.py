@@ -37,7 +37,7 @@ def grade(order: dict[str, Any], make_canary: MakeCanary) -> dict[str, Any]:
     missing = [name for name in order["needs"] if not _is_installed(name)]
     if missing:
         return {"error": f"the scoring environment lacks {', '.join(missing)}"}
-    deadline_s = time.monotonic() + order["limit_s"]
+    budget = Budget(order["limit_s"], runs=len(order["test_files"]) * (1 + CANARIES))
     result: dict[str, Any] = {
         "grader": GRADER,
         "tests": {},
@@ -47,12 +47,31 @@ def grade(order: dict[str, Any], make_canary: MakeCanary) -> dict[str, Any]:
         "canaries": [],
     }
     for name in order["test_files"]:
-        _grade_file(order, name, make_canary, deadline_s, result)
+        _grade_file(order, name, make_canary, budget, result)
     return result
 
 
+class Budget:
+    """The wall limit of a grading, shared evenly by the runs that are left: no run can use up the time of others.
+
+    Args:
+        limit_s: Of the whole grading.
+        runs: How many there are at most.
+    """
+
+    def __init__(self, limit_s: float, *, runs: int) -> None:
+        self._deadline_s = time.monotonic() + limit_s
+        self._runs = max(1, runs)
+
+    def next_s(self) -> float:
+        """Return the limit of the next run."""
+        share_s = (self._deadline_s - time.monotonic()) / self._runs
+        self._runs = max(1, self._runs - 1)
+        return share_s
+
+
 def _grade_file(
-    order: dict[str, Any], name: str, make_canary: MakeCanary, deadline_s: float, result: dict[str, Any]
+    order: dict[str, Any], name: str, make_canary: MakeCanary, budget: Budget, result: dict[str, Any]
 ) -> None:
     source = order["hidden"][name]
     canary, canaried = make_canary(source)
@@ -60,8 +79,8 @@ def _grade_file(
     random.SystemRandom().shuffle(runs)
     survived: set[str] = set()
     for kind in runs:
-        left_s = deadline_s - time.monotonic()
-        collected, passed, is_late = _run(order, name, canary if kind == "canary" else source, left_s)
+        copy = canary if kind == "canary" else source
+        collected, passed, is_late = _run(order, name, copy, budget.next_s())
         if kind == "canary":
             survived |= passed
             continue
@@ -113,7 +132,7 @@ def _run(order: dict[str, Any], name: str, source: str, limit_s: float) -> tuple
     plugins = [_PLUGINS[need] for need in order["needs"] if need in _PLUGINS]
     text = {
         "nonces": nonces,
-        "test_limit_s": min(TEST_LIMIT_S, limit_s),
+        "test_limit_s": min(TEST_LIMIT_S, limit_s / 2),
         "descriptor": writing,
         "root": order["root"],
         "file": name,

@@ -163,7 +163,9 @@ class TrainSection(_Section, frozen=True, kw_only=True):
     """The optimizer and the micro-steps."""
 
     learning_rate: PositiveFloat = 3e-4
-    """AdamW, in the first step."""
+    """AdamW, after the warm-up."""
+    warm_up_steps: NotNegative = 0
+    """Steps over which the learning rate rises along a line: Adam's first steps are all noise at full length."""
     learning_rate_end: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Share of the learning rate that is left in the last step; it falls along a line."""
     beta1: Share = 0.9

@@ -160,15 +160,16 @@ def cell_settings(
 
 
 def learning_rate_factor(config: Config, step: int) -> float:
-    """Return the factor of the learning rate in a step: along a line from 1 to ``learning_rate_end``.
+    """Return the factor of the learning rate in a step: the warm-up, times a line from 1 to ``learning_rate_end``.
 
     >>> from opengyre.core.config import decode_config
-    >>> config = decode_config({"run": {"steps": 11}, "train": {"learning_rate_end": 0.5}})
+    >>> config = decode_config({"run": {"steps": 11}, "train": {"learning_rate_end": 0.5, "warm_up_steps": 4}})
     >>> [learning_rate_factor(config, step) for step in (0, 5, 10)]
-    [1.0, 0.75, 0.5]
+    [0.25, 0.75, 0.5]
     """
     last = max(1, config.run.steps - 1)
-    return 1.0 - (1.0 - config.train.learning_rate_end) * step / last
+    fall = 1.0 - (1.0 - config.train.learning_rate_end) * step / last
+    return fall * min(1.0, (step + 1) / max(1, config.train.warm_up_steps))
 
 
 def keep_versions(config: Config) -> int:

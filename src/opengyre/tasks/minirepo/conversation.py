@@ -7,13 +7,15 @@ from opengyre.core.chat import Tool
 
 MAIN_SYSTEM = "lead: build every module, then finish"
 SUB_SYSTEM = "coder: write one module, test it, then finish"
+SUB_ORDER = "write this module"
+"""Ends a coder's first message: what stands right before a reply tells the two agents apart."""
 COMPACTION = "context full: summarise progress"
 BAD_CALL = "bad call"
 STATUS_WORDS = ("pass", "fail", "untested", "stopped")
 MAIN_REPLY_TOKENS = 12
 SUB_REPLY_TOKENS = 160
 SUMMARY_TOKENS = 16
-MAIN_ROOM_TOKENS = 40
+MAIN_ROOM_TOKENS = 22
 """Growth of the main context, in tokens, that makes the harness compact."""
 MAX_CALLS = 20
 MAX_MAIN_TURNS = 10
@@ -33,7 +35,7 @@ SUB_TOOLS = (
     _tool("run_tests", "module"),
     _tool("finish", "result"),
 )
-SENTENCES = (MAIN_SYSTEM, SUB_SYSTEM, COMPACTION)
+SENTENCES = (MAIN_SYSTEM, SUB_SYSTEM, SUB_ORDER, COMPACTION)
 """What the harness says again and again: one token each, so that contexts stay short."""
 WORDS = (
     "delegate",
@@ -42,6 +44,8 @@ WORDS = (
     "append_file",
     "run_tests",
     "saved",
+    "passed",
+    "failed",
     "built",
     "done",
     *STATUS_WORDS,

@@ -90,7 +90,7 @@ def sub_head(package: Package, module: str) -> list[Message]:
     """Return the first messages of a sub-agent."""
     return [
         Message(role="system", content=words.SUB_SYSTEM),
-        Message(role="user", content=package.section(module)),
+        Message(role="user", content=package.section(module) + words.SUB_ORDER),
     ]
 
 
@@ -190,7 +190,7 @@ class Demonstration:
 
     def _test_result(self, module: str) -> str:
         failing = self._failing(module)
-        return "fail " + " ".join(function.name for function in failing) if failing else "all pass"
+        return "failed " + " ".join(function.name for function in failing) if failing else "all passed"
 
     def _failing(self, module: str) -> list[Function]:
         right = self._workspace.right.get(module, {})

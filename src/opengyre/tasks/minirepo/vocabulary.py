@@ -20,6 +20,6 @@ def train_tokenizer(vocabulary: int) -> EmbeddedTokenizer:
         package = make_package(random.Random(seed), held_out=False)
         texts.append(package.instruction())
         texts += ["".join(function.code() for function in functions) for _, functions in package.modules]
-        texts += ["all pass", "fail ", "saved"]
+        texts += ["all passed", "failed ", "saved"]
     whole = (*words.SENTENCES, *MODULES, *FUNCTIONS, *words.WORDS)
     return EmbeddedTokenizer.train(texts, words=whole, vocabulary=vocabulary)
