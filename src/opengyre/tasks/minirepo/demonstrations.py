@@ -13,7 +13,7 @@ from opengyre.core.chat import Message, Tool, ToolCall
 from opengyre.core.errors import InvariantError
 from opengyre.model.chat import EmbeddedRenderer
 from opengyre.tasks.minirepo import conversation as words
-from opengyre.tasks.minirepo.family import DIGITS, STEPS, Function, Package
+from opengyre.tasks.minirepo.family import DIGITS, STEPS, VISIBLE_INPUTS, Function, Package, random_inputs
 
 CONFUSED = {
     "add": "sub",
@@ -75,7 +75,7 @@ class DemonstrationContext:
 
 @dataclass
 class _Workspace:
-    """What has been written: which functions of which module are right."""
+    """What has been written: which functions of which module pass their visible tests."""
 
     right: dict[str, dict[str, bool]] = field(default_factory=dict)
 
@@ -111,6 +111,12 @@ class Demonstration:
         self._rng = rng
         self._noise = noise
         self._workspace = _Workspace()
+        self.visible = {
+            function.name: random_inputs(rng, VISIBLE_INPUTS)
+            for _, functions in package.modules
+            for function in functions
+        }
+        """Inputs of the visible tests, by function."""
         self._skipped = {module for module, _ in package.modules if rng.random() < noise.skipped_module}
         self._calls = 0
 
@@ -221,7 +227,9 @@ class Demonstration:
         source = ""
         for function in functions:
             steps, result = self._noisy(function)
-            right[function.name] = (steps, result) == (function.steps, function.result)
+            written = Function(function.name, steps, result, function.wording)
+            inputs = self.visible[function.name]
+            right[function.name] = all(written.compute(values) == function.compute(values) for values in inputs)
             source += function.code(steps, result)
         return source
 

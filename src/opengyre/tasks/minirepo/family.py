@@ -21,6 +21,8 @@ _FUNCTIONS = """
 MODULES = tuple(_MODULES.split())
 FUNCTIONS = tuple(_FUNCTIONS.split())
 DIGITS = (2, 3, 4, 5)
+VISIBLE_INPUTS = 3
+"""Inputs of a function in its visible test."""
 HELD_OUT_SHARE = 5
 """One triple in so many is held out."""
 
@@ -201,6 +203,11 @@ class Package:
             KeyError: There is no such module.
         """
         return dict(self.modules)[module]
+
+
+def random_inputs(rng: random.Random, count: int) -> list[Values]:
+    """Return random lists to test a function on."""
+    return [[rng.randint(-9, 12) for _ in range(rng.randint(5, 9))] for _ in range(count)]
 
 
 def is_held_out(steps: tuple[tuple[str, int], ...], result: str) -> bool:

@@ -4,10 +4,9 @@ import random
 
 from opengyre.core.errors import InputError
 from opengyre.core.types import Task
-from opengyre.tasks.minirepo.family import Function, Package, Values, make_package
+from opengyre.tasks.minirepo.family import VISIBLE_INPUTS, Function, Package, Values, make_package, random_inputs
 
 GRADER = "minirepo-1"
-VISIBLE_INPUTS = 3
 HIDDEN_INPUTS = 8
 _SPLITS = {"train": (30_000, False), "heldout": (10_000, True)}
 
@@ -37,10 +36,10 @@ def minirepo_task(split: str, index: int) -> Task:
     hidden: dict[str, str] = {}
     test_ids: list[str] = []
     for module, functions in package.modules:
-        visible = {function.name: _inputs(rng, VISIBLE_INPUTS) for function in functions}
-        files[f"test_{module}.py"] = _test_file(module, functions, visible)
+        visible = {function.name: random_inputs(rng, VISIBLE_INPUTS) for function in functions}
+        files[f"test_{module}.py"] = test_file(module, functions, visible)
         unseen = {function.name: _hidden_inputs(rng, function, visible[function.name]) for function in functions}
-        hidden[f"hidden_{module}.py"] = _test_file(module, functions, unseen)
+        hidden[f"hidden_{module}.py"] = test_file(module, functions, unseen)
         test_ids += [f"{module}::{function.name}" for function in functions]
     return Task(
         task_id=f"minirepo-{split}-{index}",
@@ -60,20 +59,17 @@ def reference_files(package: Package) -> dict[str, str]:
     return {f"{module}.py": "".join(function.code() for function in functions) for module, functions in package.modules}
 
 
-def _inputs(rng: random.Random, count: int) -> list[Values]:
-    return [[rng.randint(-9, 12) for _ in range(rng.randint(5, 9))] for _ in range(count)]
-
-
 def _hidden_inputs(rng: random.Random, function: Function, visible: list[Values]) -> list[Values]:
     """Return inputs that no constant answers: at least two results differ whenever the function allows it."""
     for _ in range(20):
-        chosen = [values for values in _inputs(rng, HIDDEN_INPUTS + 2) if values not in visible][:HIDDEN_INPUTS]
+        chosen = [values for values in random_inputs(rng, HIDDEN_INPUTS + 2) if values not in visible][:HIDDEN_INPUTS]
         if len({repr(function.compute(values)) for values in chosen}) > 1:
             break
     return chosen
 
 
-def _test_file(module: str, functions: tuple[Function, ...], inputs: dict[str, list[Values]]) -> str:
+def test_file(module: str, functions: tuple[Function, ...], inputs: dict[str, list[Values]]) -> str:
+    """Return the source of a test file: one test a function, one assertion an input."""
     lines = [f"from {module} import *"]
     for function in functions:
         lines += ["", "", f"def test_{function.name}():"]
