@@ -3,14 +3,18 @@
 import importlib
 import json
 import os
+import select
 import shutil
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from typing import Any
 
-from gyre_shim import sandbox
+from gyre_shim import landlock, processes, sandbox
+from gyre_shim.cgroup import ControlGroup
+from gyre_shim.quota import WATCH_S, QuotaWatch
 
 _STEERING = {
     "conftest.py",
@@ -24,31 +28,55 @@ _STEERING = {
 }
 MOST_FILES = 2_000
 MOST_BYTES = 64 * 1024 * 1024
+DISK_BYTES = 128 * 1024 * 1024
+"""What the copy of the workspace may grow to while it is graded."""
+FILE_BYTES = 16 * 1024 * 1024
+PROCESSES = 64
 
 
 def run(order: dict[str, Any]) -> int:
     """Copy the workspace, add the hidden tests, grade in a sandbox, write the result; returns the exit status."""
     folder = tempfile.mkdtemp(prefix="grade-", dir=order["scratch"])
+    group: ControlGroup | None = None
     try:
         os.chmod(folder, 0o755)
-        copied, refused = copy_workspace(order["workspace"], f"{folder}/work")
-        for name in ("root", "tests", "logs"):
+        for name in ("work", "root", "tests", "logs", "home"):
             os.mkdir(f"{folder}/{name}")
-        for name, text in order["hidden_files"].items():
-            place = f"{folder}/{name}" if order["grader"] == "script" else f"{folder}/work/{name}"
-            os.makedirs(os.path.dirname(place), exist_ok=True)
-            with open(place, "w", errors="surrogateescape") as file:
-                file.write(text)
-        if order["sandbox"] and os.getuid() == 0:
-            _give(folder, order["user"])
-        result = _graded(order, folder)
+        if order["sandbox"] == "namespaces":
+            sandbox.enter_namespaces()
+            sandbox.mount_memory(f"{folder}/work", DISK_BYTES)
+        else:
+            processes.adopt_orphans()
+        if order["control_group"]:
+            memory_bytes = order["memory_bytes"] + DISK_BYTES
+            group = ControlGroup(order["id"], memory_bytes=memory_bytes, processes=PROCESSES)
+        copied, refused = copy_workspace(order["workspace"], f"{folder}/work")
+        _place_hidden(order, folder)
+        result = _graded(order, folder, group)
         result["copied"], result["refused"] = copied, refused
         with open(order["result"] + ".part", "w") as file:
             json.dump(result, file)
         os.replace(order["result"] + ".part", order["result"])
         return 0
     finally:
+        if order["sandbox"] != "namespaces":
+            processes.end_descendants()
+        if group is not None:
+            group.remove()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _place_hidden(order: dict[str, Any], folder: str) -> None:
+    """Write the hidden tests, and give the sandbox's user what it may write."""
+    for name, text in order["hidden_files"].items():
+        place = f"{folder}/{name}" if order["grader"] == "script" else f"{folder}/work/{name}"
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        with open(place, "w", errors="surrogateescape") as file:
+            file.write(text)
+    if order["sandbox"] != "none" and os.getuid() == 0:
+        if order["sandbox"] == "landlock":
+            order["user"] = landlock.fitting_user(order["user"], (*_readable(order), folder))
+        sandbox.give(tuple(f"{folder}/{top}" for top in ("work", "logs", "home")), order["user"])
 
 
 def _is_plain(name: str) -> bool:
@@ -56,18 +84,8 @@ def _is_plain(name: str) -> bool:
     return name != "__pycache__" and not name.endswith((".egg-info", ".dist-info"))
 
 
-def _give(folder: str, user: int) -> None:
-    """Make the sandbox's user the owner of what it may write."""
-    for top in ("work", "logs"):
-        for base, _, files in os.walk(f"{folder}/{top}"):
-            os.chown(base, user, user)
-            for name in files:
-                os.chown(os.path.join(base, name), user, user)
-
-
 def copy_workspace(source: str, target: str) -> tuple[int, list[str]]:
     """Copy regular files only, without those that steer a grader; returns how many, and what was refused."""
-    os.mkdir(target)
     copied, total = 0, 0
     refused: list[str] = []
     for base, folders, files in os.walk(source, followlinks=False):
@@ -91,26 +109,27 @@ def copy_workspace(source: str, target: str) -> tuple[int, list[str]]:
     return copied, refused[:50]
 
 
-def _graded(order: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Run the grader in fresh namespaces and return its result, read through a pipe."""
-    if order["sandbox"]:
-        sandbox.enter_namespaces()
+def _graded(order: dict[str, Any], folder: str, group: ControlGroup | None) -> dict[str, Any]:
+    """Run the grader in the sandbox and return its result, read through a pipe."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         os.close(reading)
         try:
             sandbox.die_with_parent()
-            _confine(order, folder)
+            if group is not None:
+                group.join()
+            _CONFINE[order["sandbox"]](order, folder)
             _GRADERS[order["grader"]](order, writing)
         finally:
             if sys.exc_info()[0] is not None:
                 traceback.print_exc()
             os._exit(70)
     os.close(writing)
-    with os.fdopen(reading) as pipe:
-        text = pipe.read()
+    text, is_over = _listened(reading, child, None if order["sandbox"] == "namespaces" else f"{folder}/work")
     _, status = os.waitpid(child, 0)
+    if is_over:
+        return {"grader": "gyre-grade", "tests": {}, "disk_full": True}
     if order["grader"] == "script":
         return _script_result(f"{folder}/logs/verifier/reward.txt", os.waitstatus_to_exitcode(status))
     if not text:
@@ -119,29 +138,82 @@ def _graded(order: dict[str, Any], folder: str) -> dict[str, Any]:
     return result
 
 
-def _confine(order: dict[str, Any], folder: str) -> None:
-    """Enter the sandbox of a grading; a script sees its tests and logs where Harbor puts them."""
-    workdir = order.get("workdir") or sandbox.WORKSPACE
-    if not order["sandbox"]:
-        os.chdir(f"{folder}/work")
-        return
-    writable = {f"{folder}/work": workdir}
+def _listened(reading: int, child: int, watched: str | None) -> tuple[bytes, bool]:
+    """Return what the grader says, and whether it was ended because its folder holds too much.
+
+    With namespaces the folder is a mount of limited size and needs no watch.
+    """
+    watch = QuotaWatch(watched, DISK_BYTES) if watched is not None else None
+    said, is_over = b"", False
+    with os.fdopen(reading, "rb", buffering=0) as pipe:
+        while True:
+            ready, _, _ = select.select([pipe], [], [], None if watch is None else WATCH_S)
+            data = pipe.read(1 << 16) if ready else None
+            if data == b"":
+                return said, is_over
+            said += data or b""
+            if watch is not None and not is_over and watch.is_over(time.monotonic()):
+                is_over = True
+                os.kill(child, signal.SIGKILL)
+                processes.end_descendants(limit_s=2.0)
+
+
+def _confine_by_namespaces(order: dict[str, Any], folder: str) -> None:
+    """Enter a private root; a script sees its tests and logs where Harbor puts them."""
+    writable = {f"{folder}/work": order.get("workdir") or sandbox.WORKSPACE}
     if order["grader"] == "script":
-        os.makedirs(f"{folder}/logs/verifier", exist_ok=True)
-        os.chmod(f"{folder}/logs/verifier", 0o777)
+        _make_logs(folder)
         writable |= {f"{folder}/logs": "/logs", f"{folder}/tests": "/tests"}
     sandbox.enter_root(
         root=f"{folder}/root",
         writable=writable,
         python_prefixes=sandbox.python_prefixes(),
-        temporary_bytes=64 * 1024 * 1024,
+        temporary_bytes=DISK_BYTES,
         extra=tuple(order.get("shown", ())),
     )
+    _drop(order)
+
+
+def _confine_by_landlock(order: dict[str, Any], folder: str) -> None:
+    """Confine this process where it stands. Without a loopback of its own: a test that opens a port fails."""
+    if order["grader"] == "script":
+        raise sandbox.SandboxError("a test script needs /tests and /logs, which only namespaces can show")
+    os.setsid()
+    os.chdir(f"{folder}/work")
+    _drop(order)
+    landlock.confine(
+        writable=(f"{folder}/work", f"{folder}/home"),
+        readable=_readable(order),
+        port=None,
+    )
+    os.environ["TMPDIR"] = _ENVIRONMENT["TMPDIR"] = _ENVIRONMENT["HOME"] = f"{folder}/home"
+
+
+def _readable(order: dict[str, Any]) -> tuple[str, ...]:
+    return (*sandbox.python_prefixes(), *order.get("shown", ()))
+
+
+def _confine_by_nothing(order: dict[str, Any], folder: str) -> None:
+    os.setsid()
+    os.chdir(f"{folder}/work")
+    if order["grader"] == "script":
+        raise sandbox.SandboxError("a test script needs /tests and /logs, which only namespaces can show")
+
+
+_CONFINE = {"namespaces": _confine_by_namespaces, "landlock": _confine_by_landlock, "none": _confine_by_nothing}
+
+
+def _make_logs(folder: str) -> None:
+    os.makedirs(f"{folder}/logs/verifier", exist_ok=True)
+    os.chmod(f"{folder}/logs/verifier", 0o777)
+
+
+def _drop(order: dict[str, Any]) -> None:
     sandbox.drop_privileges(
         user=order["user"],
         memory_bytes=order["memory_bytes"],
-        processes=64,
-        file_bytes=16 * 1024 * 1024,
+        processes=PROCESSES,
+        file_bytes=FILE_BYTES,
         cpu_s=int(order["limit_s"]) + 60,
     )
 
@@ -193,5 +265,5 @@ def _script_result(path: str, status: int) -> dict[str, Any]:
     return {"grader": "harbor-script-1", "reward": reward, "tests": {"reward": "passed" if reward == 1.0 else "failed"}}
 
 
-_ENVIRONMENT = {"HOME": "/tmp", "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "TZ": "UTC"}
+_ENVIRONMENT = {"HOME": "/tmp", "TMPDIR": "/tmp", "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "TZ": "UTC"}
 _GRADERS = {"functions": _grade_functions, "pytest": _grade_pytest, "script": _grade_script}

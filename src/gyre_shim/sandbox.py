@@ -13,6 +13,8 @@ import stat
 import struct
 import sys
 
+from gyre_shim.processes import processes_of_user
+
 CLONE_NEWNS = 0x00020000
 CLONE_NEWUTS = 0x04000000
 CLONE_NEWIPC = 0x08000000
@@ -85,6 +87,17 @@ def _raise_loopback() -> None:
         fcntl.ioctl(probe, 0x8914, request)
 
 
+def mount_memory(target: str, size_bytes: int) -> None:
+    """Put a file system of limited size over a folder, in a mount namespace that only this process and its children see.
+
+    Raises:
+        SandboxError: The kernel refuses.
+    """
+    _check(_libc.unshare(CLONE_NEWNS), "unshare mount namespace")
+    _mount("none", "/", "", _MS_REC | _MS_PRIVATE)
+    _mount("tmpfs", target, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={size_bytes},mode=755")
+
+
 def enter_root(
     *,
     root: str,
@@ -149,25 +162,38 @@ def _show(root: str, path: str, *, read_only: bool = True) -> None:
         _mount("none", target, "", _MS_BIND | _MS_REMOUNT | _MS_RDONLY | _MS_NOSUID)
 
 
-def drop_privileges(*, user: int, memory_bytes: int, processes: int, file_bytes: int, cpu_s: int) -> None:
+def drop_privileges(
+    *, user: int, memory_bytes: int, processes: int, file_bytes: int, cpu_s: int, counts_address_space: bool = True
+) -> None:
     """Become an ordinary user without capabilities or ways to get any, under resource limits.
 
     As root the process takes the user id ``user``, one for each sandbox: the limit on processes counts by user. An
-    ordinary user keeps its own id, and the limit on processes would count what else it runs, so none is set.
+    ordinary user keeps its own id, and what else it runs at the start is added to the limit.
+
+    Args:
+        user: Id to take, as root; 0: none, stay root without capabilities.
+        memory_bytes: Memory of one process.
+        processes: Processes in the sandbox.
+        file_bytes: Largest file.
+        cpu_s: Processor time of one process.
+        counts_address_space: Limit the address space. False: only private memory that is written, for runtimes that
+            reserve far more than they use.
     """
-    if os.getuid() == 0:
+    if os.getuid() == 0 and user:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
         _limit(resource.RLIMIT_NPROC, processes)
     else:
+        already = processes_of_user(os.getuid())
         _clear_capabilities()
+        _limit(resource.RLIMIT_NPROC, already + processes)
     _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
-    _limit(resource.RLIMIT_AS, memory_bytes)
+    _limit(resource.RLIMIT_AS if counts_address_space else resource.RLIMIT_DATA, memory_bytes)
     _limit(resource.RLIMIT_FSIZE, file_bytes)
     _limit(resource.RLIMIT_CPU, cpu_s)
     _limit(resource.RLIMIT_CORE, 0)
-    _limit(resource.RLIMIT_NOFILE, 256)
+    _limit(resource.RLIMIT_NOFILE, 256 if counts_address_space else 4096)
 
 
 def _limit(which: int, value: int) -> None:
@@ -185,8 +211,17 @@ def _clear_capabilities() -> None:
 
 
 def die_with_parent() -> None:
-    """Be killed when the parent ends."""
+    """Be killed when the parent ends; a change of user ends the promise."""
     _libc.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0)
+
+
+def give(folders: tuple[str, ...], user: int) -> None:
+    """Make a user the owner of folders and all in them."""
+    for folder in folders:
+        for base, _, files in os.walk(folder):
+            os.chown(base, user, user)
+            for name in files:
+                os.chown(os.path.join(base, name), user, user, follow_symlinks=False)
 
 
 def python_prefixes() -> tuple[str, ...]:

@@ -16,8 +16,10 @@ import time
 import traceback
 from typing import Any
 
-from gyre_shim import sandbox
+from gyre_shim import landlock, processes, sandbox
+from gyre_shim.cgroup import ControlGroup
 from gyre_shim.forward import Forwarder
+from gyre_shim.quota import QuotaWatch
 
 POLL_S = 0.25
 RECEIPT_GRACE_S = 10.0
@@ -31,16 +33,27 @@ def run(order: dict[str, Any]) -> int:
     started_s = time.monotonic()
     folder = order["folder"]
     _write_json(f"{folder}/shim.json", {"pid": os.getpid(), "started": time.time(), "id": order["id"]})
+    group: ControlGroup | None = None
     try:
-        if order["sandbox"]:
+        if order["sandbox"] == "namespaces":
             sandbox.enter_namespaces()
+        else:
+            processes.adopt_orphans()
+        if order["control_group"]:
+            group = ControlGroup(order["id"], memory_bytes=order["memory_bytes"], processes=order["processes"])
         listener = socket.create_server(("127.0.0.1", 0), backlog=64)
-        harness = _start_harness(order, listener)
+        harness = _start_harness(order, listener, group)
     except (OSError, sandbox.SandboxError) as error:
+        if group is not None:
+            group.remove()
         _write_json(f"{folder}/exit.json", {"status": None, "error": str(error), "timed_out": False, "calls": 0})
         return 1
-    loop = _Loop(order, listener, harness, started_s)
-    outcome = loop.run()
+    outcome = _Loop(order, listener, harness, started_s).run()
+    if order["sandbox"] != "namespaces":
+        outcome["left_processes"] = processes.end_descendants()
+    if group is not None:
+        outcome["out_of_memory"] = group.was_out_of_memory
+        group.remove()
     _write_json(f"{folder}/exit.json", outcome)
     return 0
 
@@ -53,8 +66,8 @@ def _write_json(path: str, value: dict[str, Any]) -> None:
     os.replace(path + ".part", path)
 
 
-def _start_harness(order: dict[str, Any], listener: socket.socket) -> int:
-    """Fork the harness: process 1 of its own process namespace."""
+def _start_harness(order: dict[str, Any], listener: socket.socket, group: ControlGroup | None) -> int:
+    """Fork the harness; with namespaces it is process 1 of its own."""
     port = listener.getsockname()[1]
     child = os.fork()
     if child:
@@ -63,28 +76,10 @@ def _start_harness(order: dict[str, Any], listener: socket.socket) -> int:
     try:
         listener.close()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if order["sandbox"]:
-            sandbox.die_with_parent()
-            sandbox.enter_root(
-                root=f"{order['folder']}/root",
-                writable={order["workspace"]: sandbox.WORKSPACE},
-                python_prefixes=sandbox.python_prefixes(),
-                temporary_bytes=order["disk_bytes"],
-            )
-            sandbox.drop_privileges(
-                user=order["user"],
-                memory_bytes=order["memory_bytes"],
-                processes=order["processes"],
-                file_bytes=order["disk_bytes"],
-                cpu_s=int(order["overall_timeout_s"]) + 1,
-            )
-            home = "/tmp"
-        else:
-            os.setsid()
-            os.chdir(order["workspace"])
-            home = order["workspace"]
-        base_url = f"http://127.0.0.1:{port}/v1"
-        status = _run_harness(order, base_url, home)
+        if group is not None:
+            group.join()
+        home = _ENTER[order["sandbox"]](order, port)
+        status = _run_harness(order, f"http://127.0.0.1:{port}/v1", home)
     finally:
         if sys.exc_info()[0] is not None:
             traceback.print_exc()
@@ -93,10 +88,65 @@ def _start_harness(order: dict[str, Any], listener: socket.socket) -> int:
         os._exit(status)
 
 
+def _enter_namespaces(order: dict[str, Any], _port: int) -> str:
+    """Move into a private root; returns the home folder."""
+    sandbox.die_with_parent()
+    sandbox.enter_root(
+        root=f"{order['folder']}/root",
+        writable={order["workspace"]: sandbox.WORKSPACE},
+        python_prefixes=sandbox.python_prefixes(),
+        temporary_bytes=order["disk_bytes"],
+        extra=tuple(order["shown"]),
+    )
+    _drop(order)
+    return "/tmp"
+
+
+def _enter_landlock(order: dict[str, Any], port: int) -> str:
+    """Confine this process where it stands; returns the home folder."""
+    os.setsid()
+    readable = (*sandbox.python_prefixes(), *order["shown"])
+    home, workspace = f"{order['folder']}/home", order["workspace"]
+    os.mkdir(home)
+    order["user"] = landlock.fitting_user(order["user"], (*readable, order["folder"]))
+    if os.getuid() == 0:
+        sandbox.give((home, workspace), order["user"])
+    os.chdir(workspace)
+    _drop(order)
+    sandbox.die_with_parent()
+    landlock.confine(
+        writable=(workspace, home),
+        readable=readable,
+        port=port,
+    )
+    return home
+
+
+def _enter_nothing(order: dict[str, Any], _port: int) -> str:
+    os.setsid()
+    os.chdir(order["workspace"])
+    return str(order["workspace"])
+
+
+_ENTER = {"namespaces": _enter_namespaces, "landlock": _enter_landlock, "none": _enter_nothing}
+
+
+def _drop(order: dict[str, Any]) -> None:
+    sandbox.drop_privileges(
+        user=order["user"],
+        memory_bytes=order["memory_bytes"],
+        processes=order["processes"],
+        file_bytes=order["disk_bytes"],
+        cpu_s=int(order["overall_timeout_s"]) + 1,
+        counts_address_space=bool(order["module"]),
+    )
+
+
 def _run_harness(order: dict[str, Any], base_url: str, home: str) -> int:
     """Call a Python harness in this process, or execute a command."""
     environment = {
         "HOME": home,
+        "TMPDIR": "/tmp" if order["sandbox"] == "namespaces" else home,
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "LANG": "C.UTF-8",
         "TZ": "UTC",
@@ -125,6 +175,7 @@ class _Loop:
             self._selector, listener, order["socket"], journal=f"{order['folder']}/journal.jsonl", prefix=order["id"]
         )
         self._stopping = False
+        self._quota = QuotaWatch(order["workspace"], order["disk_bytes"])
         reading, writing = os.pipe()
         os.set_blocking(reading, False)
         os.set_blocking(writing, False)
@@ -140,7 +191,7 @@ class _Loop:
     def run(self) -> dict[str, Any]:
         """Forward until the harness ends or its time is up; return what ``exit.json`` says."""
         order = self._order
-        timed_out = abandoned = False
+        timed_out = abandoned = disk_full = False
         status: int | None = None
         while status is None:
             for key, _ in self._selector.select(POLL_S):
@@ -156,7 +207,8 @@ class _Loop:
                 harness_s = now_s - self._started_s - self._forwarder.held_s(now_s)
                 timed_out = timed_out or harness_s > order["timeout_s"]
                 abandoned = abandoned or self._forwarder.away_s(now_s) > order["hold_s"]
-                if timed_out or abandoned or self._stopping:
+                disk_full = disk_full or self._quota.is_over(now_s)
+                if timed_out or abandoned or disk_full or self._stopping:
                     self._kill()
                     status = self._wait()
         ended_s = time.monotonic()
@@ -167,6 +219,7 @@ class _Loop:
             "error": "stopped" if self._stopping else "",
             "timed_out": timed_out,
             "abandoned": abandoned,
+            "disk_full": disk_full,
             "calls": self._forwarder.completed,
             "wall_s": ended_s - self._started_s,
             "harness_s": ended_s - self._started_s - held_s,
@@ -178,7 +231,7 @@ class _Loop:
 
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            if self._order["sandbox"]:
+            if self._order["sandbox"] == "namespaces":
                 os.kill(self._harness, signal.SIGKILL)
             else:
                 os.killpg(self._harness, signal.SIGKILL)

@@ -3,8 +3,10 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,14 @@ from aiohttp import web
 
 from opengyre.core.config import Config, decode_config
 from opengyre.core.types import Task
+from opengyre.execute.isolation import Isolation, choose_isolation, try_isolation
 from opengyre.execute.launcher import ForkServer
 from opengyre.execute.live import HarnessEnd, HarnessPlan, LiveRunner, live_shims, read_journals
 
 PYTHON = getattr(sys, "_base_executable", sys.executable)
 TASK = Task(task_id="t", format="minirepo", instruction="module amber\n", files={"TASK.md": "module amber\n"})
+KINDS = {"namespaces": "bubblewrap", "landlock": "landlock"}
+REFUSED = {"FileNotFoundError", "PermissionError", "OSError"}
 ASK = """
 import http.client, os, sys
 def ask(body=b"{}"):
@@ -61,18 +66,22 @@ class StandIn:
 
 
 class Bench:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, isolation: Isolation) -> None:
+        self.isolation = isolation
         self.folder = folder
         self.server = ForkServer(folder / "forkserver.log")
         self.proxy = StandIn(folder / "s")
 
-    def runner(self, script: str, **harness: float) -> LiveRunner:
-        config: Config = decode_config({"harness": {"timeout_s": 20.0, "overall_timeout_s": 60.0, **harness}})
+    def runner(self, script: str, **limits: float) -> LiveRunner:
+        harness = {key: value for key, value in limits.items() if key.endswith("_s")}
+        sandbox = {key: value for key, value in limits.items() if key.endswith("_bytes")}
+        table = {"harness": {"timeout_s": 20.0, "overall_timeout_s": 60.0, **harness}, "sandbox": sandbox}
+        config: Config = decode_config(table)
         plan = HarnessPlan(module="", command=(PYTHON, "-I", "-S", "-c", ASK + script), environment={}, settings={})
-        return LiveRunner(config, self.folder / "x", self.server, plan, is_sandboxed=True)
+        return LiveRunner(config, self.folder / "x", self.server, plan, isolation=self.isolation)
 
-    async def run(self, script: str, name: str = "one", **harness: float) -> HarnessEnd:
-        return await self.runner(script, **harness).run(name, TASK, self.proxy.path)
+    async def run(self, script: str, name: str = "one", **limits: float) -> HarnessEnd:
+        return await self.runner(script, **limits).run(name, TASK, self.proxy.path)
 
     def read(self, file: str, name: str = "one") -> str:
         return (self.folder / "x" / name / "workspace" / file).read_text()
@@ -81,14 +90,19 @@ class Bench:
         return (self.folder / "x" / name / "harness.log").read_text()
 
 
-@pytest.fixture
-async def bench(tmp_path_factory):
-    made = Bench(tmp_path_factory.mktemp("x"))
+@pytest.fixture(params=["namespaces", "landlock"])
+async def bench(request, tmp_path_factory):
+    if not try_isolation(request.param).works:
+        pytest.skip(f"{request.param} cannot be had here")
+    folder = Path(tempfile.mkdtemp(prefix="gyre-x"))
+    folder.chmod(0o755)
+    made = Bench(folder, choose_isolation(KINDS[request.param]))
     await made.server.start()
     await made.proxy.start()
     yield made
     await made.proxy.stop()
     await made.server.stop()
+    shutil.rmtree(folder)
 
 
 async def test_a_harness_reaches_the_proxy_and_its_answers_are_journalled(bench):
@@ -148,7 +162,7 @@ json.dump({{
     "shadow": tried(lambda: open("/etc/shadow").read()),
     "processes": tried(lambda: sorted(int(name) for name in os.listdir("/proc") if name.isdigit())),
     "user": tried(lambda: os.getuid() != 0 or "root"),
-    "temporary": tried(lambda: open("/tmp/mine", "w").write("x")),
+    "temporary": tried(lambda: open(os.environ["TMPDIR"] + "/mine", "w").write("x")),
 }}, open("seen.json", "w"))
 ask()
 """
@@ -157,12 +171,9 @@ ask()
     assert end.status == 0, bench.log()
     seen = json.loads(bench.read("seen.json"))
     assert seen["task"] == repr("module amber\n")
-    assert seen["sibling"] == seen["run"] == "FileNotFoundError"
+    assert {seen[name] for name in ("sibling", "run", "write_usr", "write_etc", "shadow")} <= REFUSED
     assert "home" not in seen["root"]
-    assert seen["write_usr"] in ("OSError", "PermissionError")
-    assert seen["write_etc"] in ("OSError", "PermissionError")
-    assert seen["shadow"] == "FileNotFoundError"
-    assert seen["processes"] == "[1]"
+    assert seen["processes"] == "[1]" if bench.isolation.kind == "namespaces" else seen["processes"] in REFUSED
     assert seen["temporary"] == "1"
 
 
@@ -177,7 +188,8 @@ json.dump({{
     "network": tried(lambda: socket.create_connection(("10.0.0.1", 80), timeout=1)),
     "outer_loopback": tried(lambda: socket.create_connection(("127.0.0.1", {{port}}), timeout=1)),
     "mount": tried(lambda: os.chroot("/tmp")),
-    "setuid": tried(lambda: os.setuid(0)),
+    "datagram": tried(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", ("10.0.0.1", 53))),
+    "unix": tried(lambda: socket.socket(socket.AF_UNIX).connect("{bench.proxy.path}")),
 }}, open("seen.json", "w"))
 ask()
 """
@@ -191,10 +203,10 @@ ask()
     listener.close()
     seen = json.loads(bench.read("seen.json"))
     assert seen["signal"] in ("ProcessLookupError", "PermissionError")
-    assert seen["network"] == "OSError"
-    assert seen["outer_loopback"] == "ConnectionRefusedError"
+    assert seen["network"] in REFUSED
+    assert seen["outer_loopback"] in (*REFUSED, "ConnectionRefusedError")
     assert seen["mount"] == "PermissionError"
-    assert seen["setuid"] == "PermissionError"
+    assert seen["datagram"] in (*REFUSED, "None") and seen["unix"] in REFUSED
 
 
 async def test_a_harness_that_crashes_floods_or_never_asks_is_an_end_like_any_other(bench):
@@ -228,3 +240,57 @@ async def test_a_stopped_execution_ends_and_says_so(bench):
     end = await running
     assert end.error == "stopped"
     assert end.status == -signal.SIGKILL
+
+
+async def test_a_harness_that_fills_its_workspace_is_ended_and_says_so(bench):
+    script = """
+import time
+ask()
+number = 0
+while True:
+    open(f"file{number}", "wb").write(bytes(1 << 20)); number += 1; time.sleep(0.002)
+"""
+    end = await bench.run(script, disk_bytes=8 << 20)
+    assert end.disk_full
+    assert not end.timed_out
+    assert end.calls == 1
+
+
+async def test_a_heap_of_empty_files_fills_a_workspace_too(bench):
+    script = """
+import time
+ask()
+for number in range(60000):
+    open(f"file{number}", "w").close()
+time.sleep(30)
+"""
+    end = await bench.run(script, disk_bytes=8 << 20)
+    assert end.disk_full
+
+
+async def test_processes_that_left_their_session_end_with_the_execution(bench):
+    script = """
+import subprocess
+for _ in range(5):
+    subprocess.Popen(["/usr/bin/setsid", "/bin/sh", "-c", "sleep 76.25 & sleep 76.25"])
+ask()
+"""
+    end = await bench.run(script)
+    assert (end.status, end.left_processes) == (0, 0), bench.log()
+    assert not any(b"76.25" in path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists())
+
+
+async def test_memory_is_limited_for_an_execution_as_a_whole_where_control_groups_can_be_made(bench):
+    if not bench.isolation.has_control_groups:
+        pytest.skip("no control groups here")
+    script = """
+import time
+ask()
+for _ in range(4):
+    if not os.fork():
+        held = bytearray(60 << 20); time.sleep(5); os._exit(0)
+time.sleep(1)
+"""
+    end = await bench.run(script, memory_bytes=160 << 20)
+    assert end.out_of_memory
+    assert not list(Path("/sys/fs/cgroup").glob("**/opengyre/one"))

@@ -1,11 +1,13 @@
 """Grading: what was really done counts, and what only looks like it does not."""
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from opengyre.core.types import EvaluationFailed, NoArtifact, Scored, Task
+from opengyre.execute.isolation import choose_isolation
 from opengyre.execute.launcher import ForkServer
 from opengyre.execute.scoring import SandboxedEvaluator
 from opengyre.tasks.minirepo.family import Package
@@ -30,15 +32,22 @@ TWO = "def two(v):\n    return v\n"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("score")
+def folder():
+    with tempfile.TemporaryDirectory(prefix="gyre-s") as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+@pytest.fixture(params=["bubblewrap", "landlock"])
+def isolation(request):
+    return choose_isolation(request.param)
 
 
 @pytest.fixture
-async def evaluator(folder):
+async def evaluator(folder, isolation):
     server = ForkServer(folder / "forkserver.log")
     await server.start()
-    made = SandboxedEvaluator(server, folder / "s", workers=2, is_sandboxed=True, memory_bytes=1 << 29)
+    made = SandboxedEvaluator(server, folder / "s", workers=2, isolation=isolation, memory_bytes=1 << 29)
     yield made
     made.close()
     await server.stop()
@@ -127,10 +136,10 @@ async def test_links_and_files_that_steer_a_grader_are_left_out(evaluator, folde
     assert outcome.timed_out
 
 
-async def test_a_grader_that_cannot_start_is_an_evaluation_failure_and_no_zero(folder):
+async def test_a_grader_that_cannot_start_is_an_evaluation_failure_and_no_zero(folder, isolation):
     server = ForkServer(folder / "gone.log")
     await server.start()
-    broken = SandboxedEvaluator(server, folder / "b", workers=1, is_sandboxed=True, memory_bytes=1 << 29)
+    broken = SandboxedEvaluator(server, folder / "b", workers=1, isolation=isolation, memory_bytes=1 << 29)
     await server.stop()
     assert isinstance(await score(broken, folder, {"amber.py": ONE}), EvaluationFailed)
 

@@ -9,6 +9,7 @@ import pytest
 
 from opengyre import cli
 from opengyre.core.types import Task
+from opengyre.execute.isolation import choose_isolation
 from opengyre.execute.launcher import ForkServer
 from opengyre.execute.scoring import GradeResult, SandboxedEvaluator
 from opengyre.run.tasks_command import check_task, freeze_task, write_files
@@ -68,7 +69,7 @@ def place(tmp_path_factory):
 async def evaluator(place):
     server = ForkServer(place / "forkserver.log")
     await server.start()
-    yield SandboxedEvaluator(server, place / "s", workers=2, is_sandboxed=True, memory_bytes=1 << 31)
+    yield SandboxedEvaluator(server, place / "s", workers=2, isolation=choose_isolation("auto"), memory_bytes=1 << 31)
     await server.stop()
 
 
@@ -246,7 +247,7 @@ def test_two_hundred_scorings_leave_no_process_mount_or_file_behind(tmp_path):
     async def run() -> None:
         server = ForkServer(tmp_path / "forkserver.log")
         await server.start()
-        made = SandboxedEvaluator(server, tmp_path / "s", workers=4, is_sandboxed=True, memory_bytes=1 << 29)
+        made = SandboxedEvaluator(server, tmp_path / "s", workers=4, isolation=choose_isolation("auto"), memory_bytes=1 << 29)
         from opengyre.tasks.minirepo.tasks import minirepo_package, minirepo_task, reference_files  # noqa: PLC0415
 
         task = minirepo_task("train", 1)

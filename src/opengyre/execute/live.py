@@ -14,6 +14,7 @@ import msgspec
 from opengyre.core.config import Config
 from opengyre.core.errors import HarnessError
 from opengyre.core.types import Delivered, Task
+from opengyre.execute.isolation import Isolation
 from opengyre.execute.launcher import ForkServer, wait_for_file
 
 
@@ -28,6 +29,12 @@ class HarnessEnd(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     timed_out: bool = False
     abandoned: bool = False
+    disk_full: bool = False
+    """The workspace grew beyond its limit and the harness was ended; what it left is scored."""
+    out_of_memory: bool = False
+    """The kernel ended a process of the execution for its memory."""
+    left_processes: int = 0
+    """Processes that could not be ended, where no process namespace ends them."""
     calls: int = 0
     """Answers that reached the harness in full."""
     wall_s: float = 0.0
@@ -54,6 +61,8 @@ class HarnessPlan:
     command: tuple[str, ...]
     environment: dict[str, str]
     settings: dict[str, Any]
+    shown: tuple[str, ...] = ()
+    """Folders that the sandbox shows read-only beside the system's: where the harness is installed."""
 
 
 class LiveRunner:
@@ -64,17 +73,17 @@ class LiveRunner:
         folder: The run's folder of executions.
         server: Fork server.
         plan: The harness.
-        is_sandboxed: False only where the configuration says ``sandbox.kind = "none"``.
+        isolation: How harnesses are confined.
     """
 
     def __init__(
-        self, config: Config, folder: Path, server: ForkServer, plan: HarnessPlan, *, is_sandboxed: bool
+        self, config: Config, folder: Path, server: ForkServer, plan: HarnessPlan, *, isolation: Isolation
     ) -> None:
         self._config = config
         self._folder = folder
         self._server = server
         self._plan = plan
-        self._is_sandboxed = is_sandboxed
+        self._isolation = isolation
 
     def workspace(self, execution_id: str) -> Path:
         """Return the workspace of an execution."""
@@ -108,7 +117,9 @@ class LiveRunner:
             "workspace": str(folder / "workspace"),
             "log": str(folder / "harness.log"),
             "socket": str(socket_path),
-            "sandbox": self._is_sandboxed,
+            "sandbox": self._isolation.kind,
+            "control_group": self._isolation.has_control_groups,
+            "shown": list(self._plan.shown),
             "user": user,
             "module": self._plan.module,
             "command": list(self._plan.command),

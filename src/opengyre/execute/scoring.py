@@ -14,6 +14,7 @@ import msgspec
 
 from opengyre.core.errors import SandboxError
 from opengyre.core.types import EvaluationFailed, NoArtifact, Outcome, Scored, Task
+from opengyre.execute.isolation import Isolation
 from opengyre.execute.launcher import ForkServer
 
 
@@ -44,17 +45,17 @@ class SandboxedEvaluator:
         server: Fork server that starts the graders.
         scratch: Folder for copies of workspaces.
         workers: Gradings at once.
-        is_sandboxed: False only where the configuration says so.
+        isolation: How graders are confined.
         memory_bytes: Limit of a candidate's process.
     """
 
     def __init__(
-        self, server: ForkServer, scratch: Path, *, workers: int, is_sandboxed: bool, memory_bytes: int
+        self, server: ForkServer, scratch: Path, *, workers: int, isolation: Isolation, memory_bytes: int
     ) -> None:
         self._server = server
         self._scratch = scratch
         self._room = asyncio.Semaphore(workers)
-        self._is_sandboxed = is_sandboxed
+        self._isolation = isolation
         self._memory_bytes = memory_bytes
         self._known: dict[str, GradeResult] = {}
         self._number = 0
@@ -113,7 +114,8 @@ class SandboxedEvaluator:
             "log": str(self._scratch / "grading.log"),
             "hidden_files": task.hidden_files,
             "limit_s": task.scoring_limit_s,
-            "sandbox": self._is_sandboxed,
+            "sandbox": self._isolation.kind,
+            "control_group": self._isolation.has_control_groups,
             "user": self._server.next_user(),
             "memory_bytes": self._memory_bytes,
         }

@@ -20,6 +20,7 @@ import numpy as np
 from opengyre.core.config import Config, decode_config
 from opengyre.core.protocols import GenerateRequest, Generation
 from opengyre.core.types import Finish, Outcome, VersionRun
+from opengyre.execute.isolation import choose_isolation
 from opengyre.execute.launcher import ForkServer
 from opengyre.execute.live import HarnessPlan, LiveRunner
 from opengyre.execute.scoring import SandboxedEvaluator
@@ -209,6 +210,6 @@ async def _built(folder: Path, clock: Callable[[], float]) -> Stand:
     server = ForkServer(folder / "forkserver.log")
     await asyncio.gather(proxy.start(), server.start())
     plan = HarnessPlan(module="gyre_agent.agent", command=(), environment={}, settings={"max_calls": 40})
-    runner = LiveRunner(config, folder / "x", server, plan, is_sandboxed=True)
-    evaluator = SandboxedEvaluator(server, folder / "s", workers=2, is_sandboxed=True, memory_bytes=1 << 29)
+    runner = LiveRunner(config, folder / "x", server, plan, isolation=choose_isolation("auto"))
+    evaluator = SandboxedEvaluator(server, folder / "s", workers=2, isolation=choose_isolation("auto"), memory_bytes=1 << 29)
     return Stand(folder, config, expert, ledger, proxy, server, runner, evaluator)

@@ -22,6 +22,7 @@ from opengyre.core.events import Event
 from opengyre.core.records import RunRecord
 from opengyre.core.types import Kind, Task
 from opengyre.execute.harness import load_harness
+from opengyre.execute.isolation import choose_isolation
 from opengyre.execute.launcher import ForkServer
 from opengyre.execute.live import HarnessPlan, LiveRunner, end_shims, read_journals
 from opengyre.execute.scoring import SandboxedEvaluator
@@ -228,7 +229,7 @@ def build_executions(
 ) -> ExecutionDesk:
     """Return the desk of the executions: proxy, harness, sandbox, scoring."""
     config = folder.config
-    is_sandboxed = config.sandbox.kind != "none"
+    isolation = choose_isolation(config.sandbox.kind)
     renderer = EmbeddedRenderer(EmbeddedTokenizer.load(folder.path / TOKENIZER))
     proxy = Proxy(
         engine=router,
@@ -241,12 +242,12 @@ def build_executions(
         server,
         folder.path / "scoring",
         workers=config.evaluation.workers,
-        is_sandboxed=is_sandboxed,
+        isolation=isolation,
         memory_bytes=config.sandbox.memory_bytes,
     )
     return ExecutionDesk(
         config=config,
-        runner=LiveRunner(config, folder.executions, server, harness_plan(config), is_sandboxed=is_sandboxed),
+        runner=LiveRunner(config, folder.executions, server, harness_plan(config), isolation=isolation),
         evaluator=evaluator,
         proxy=proxy,
         router=router,

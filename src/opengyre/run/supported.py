@@ -24,7 +24,7 @@ def check_supported(config: Config) -> None:
         ("tasks.source", config.tasks.source, ("minirepo",)),
         ("tasks.options", config.tasks.options, ({},)),
         ("harness.name", config.harness.name, ("gyre-agent",)),
-        ("sandbox.kind", config.sandbox.kind, ("auto", "none")),
+        ("sandbox.kind", config.sandbox.kind, ("auto", "bubblewrap", "landlock", "none")),
         ("proxy.keep_bodies", config.proxy.keep_bodies, (False,)),
     )
     for key, seen, expected in wanted:

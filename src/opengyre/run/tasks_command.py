@@ -14,6 +14,7 @@ from rich.table import Table
 
 from opengyre.core.errors import FileError, InputError
 from opengyre.core.types import NoArtifact, Outcome, Scored, Task
+from opengyre.execute.isolation import choose_isolation
 from opengyre.execute.launcher import ForkServer
 from opengyre.execute.scoring import SandboxedEvaluator
 from opengyre.report.console import console
@@ -264,7 +265,7 @@ async def _with_evaluator(work: Any) -> Any:  # noqa: ANN401 - returns what the 
         folder.chmod(0o755)
         server = ForkServer(folder / "forkserver.log")
         await server.start()
-        evaluator = SandboxedEvaluator(server, folder / "s", workers=2, is_sandboxed=True, memory_bytes=MEMORY_BYTES)
+        evaluator = SandboxedEvaluator(server, folder / "s", workers=2, isolation=choose_isolation("auto"), memory_bytes=MEMORY_BYTES)
         try:
             return await work(evaluator)
         finally:

@@ -1,0 +1,117 @@
+"""Tries a way of confining a process and says, in one JSON object, what it holds back. Standard library only.
+
+``python -m gyre_shim.trial namespaces|landlock`` prints ``{"works": true, ...}`` or ``{"works": false, "reason": ...}``.
+"""
+
+import encodings.idna  # noqa: F401 - a confined process cannot load it
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from typing import Any
+
+from gyre_shim import cgroup, landlock, sandbox
+from gyre_shim.quota import used_bytes
+
+USER = 199_999
+"""User of a trial, as root."""
+KINDS = ("namespaces", "landlock")
+
+
+def tried(kind: str) -> dict[str, Any]:
+    """Return what a confined process could do that it should not, or why none can be confined."""
+    folder = tempfile.mkdtemp(prefix="gyre-trial-")
+    try:
+        os.chmod(folder, 0o755)
+        for name in ("work", "root", "outside"):
+            os.mkdir(f"{folder}/{name}")
+        with open(f"{folder}/outside/secret", "w") as file:
+            file.write("secret")
+        if os.getuid() == 0:
+            os.chown(f"{folder}/work", USER, USER)
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            return _in_child(kind, folder, server.getsockname()[1])
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _in_child(kind: str, folder: str, port: int) -> dict[str, Any]:
+    reading, writing = os.pipe()
+    first = os.fork()
+    if not first:
+        try:
+            if kind == "namespaces":
+                sandbox.enter_namespaces()
+            child = os.fork()
+            if child:
+                os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            _confine(kind, folder)
+            said: dict[str, Any] = {"works": True, "breaks": _breaks(folder, port)}
+        except (OSError, sandbox.SandboxError) as error:
+            said = {"works": False, "reason": str(error)}
+        os.write(writing, json.dumps(said).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        text = pipe.read()
+    os.waitpid(first, 0)
+    answer: dict[str, Any] = json.loads(text) if text else {"works": False, "reason": "the trial process died"}
+    if answer.get("breaks"):
+        answer = {"works": False, "reason": "confined, but it could " + " and ".join(answer["breaks"])}
+    return answer
+
+
+def _confine(kind: str, folder: str) -> None:
+    limits = {"memory_bytes": 1 << 29, "processes": 16, "file_bytes": 1 << 20, "cpu_s": 10}
+    if kind == "namespaces":
+        sandbox.enter_root(
+            root=f"{folder}/root", writable={f"{folder}/work": sandbox.WORKSPACE}, python_prefixes=(), temporary_bytes=4096
+        )
+        sandbox.drop_privileges(user=USER, **limits)
+        return
+    os.setsid()
+    os.chdir(f"{folder}/work")
+    sandbox.drop_privileges(user=USER, **limits)
+    landlock.confine(writable=(f"{folder}/work",), readable=(), port=None)
+
+
+def _breaks(folder: str, port: int) -> list[str]:
+    """Return what worked and should not; writing in the own folder must work."""
+    with open("own", "w") as file:
+        file.write("mine")
+    found = []
+    if used_bytes(".", limit_bytes=1 << 20) == 0:
+        raise OSError("the workspace shows no file that was written to it")
+    for name, attempt in (
+        ("read a file outside", lambda: open(f"{folder}/outside/secret").close()),
+        ("write outside", lambda: open(f"{folder}/outside/new", "w").close()),
+        ("connect to a port of the host", lambda: socket.create_connection(("127.0.0.1", port), 1).close()),
+        ("signal the process that started it", lambda: os.kill(_outer_parent(), 0)),
+    ):
+        try:
+            attempt()
+            found.append(name)
+        except OSError:
+            continue
+    return found
+
+
+def _outer_parent() -> int:
+    """Return the id that the trial's starter has outside; in a process namespace it means nobody."""
+    return int(os.environ.get("GYRE_TRIAL_PARENT", "0")) or 2**22
+
+
+def main() -> int:
+    """Print what the way that is named in the arguments gives, and whether control groups can be made."""
+    kind = sys.argv[1]
+    os.environ["GYRE_TRIAL_PARENT"] = str(os.getpid())
+    answer = tried(kind)
+    answer["control_groups"] = cgroup.can_limit()
+    sys.stdout.write(json.dumps(answer) + "\n")
+    return 0 if answer["works"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
