@@ -59,7 +59,9 @@ def run(order: dict[str, Any]) -> int:
         os.replace(order["result"] + ".part", order["result"])
         return 0
     finally:
-        if order["sandbox"] != "namespaces":
+        if order["sandbox"] == "namespaces":
+            sandbox.unmount(f"{folder}/work")
+        else:
             processes.end_descendants()
         if group is not None:
             group.remove()
@@ -265,5 +267,11 @@ def _script_result(path: str, status: int) -> dict[str, Any]:
     return {"grader": "harbor-script-1", "reward": reward, "tests": {"reward": "passed" if reward == 1.0 else "failed"}}
 
 
-_ENVIRONMENT = {"HOME": "/tmp", "TMPDIR": "/tmp", "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "TZ": "UTC"}
+_ENVIRONMENT = {
+    "HOME": "/tmp",
+    "TMPDIR": "/tmp",
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "TZ": "UTC",
+}
 _GRADERS = {"functions": _grade_functions, "pytest": _grade_pytest, "script": _grade_script}

@@ -88,7 +88,7 @@ def _raise_loopback() -> None:
 
 
 def mount_memory(target: str, size_bytes: int) -> None:
-    """Put a file system of limited size over a folder, in a mount namespace that only this process and its children see.
+    """Put a file system of limited size over a folder, in a mount namespace of this process and its children.
 
     Raises:
         SandboxError: The kernel refuses.
@@ -96,6 +96,11 @@ def mount_memory(target: str, size_bytes: int) -> None:
     _check(_libc.unshare(CLONE_NEWNS), "unshare mount namespace")
     _mount("none", "/", "", _MS_REC | _MS_PRIVATE)
     _mount("tmpfs", target, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={size_bytes},mode=755")
+
+
+def unmount(target: str) -> None:
+    """Take a mount away, now or as soon as nothing uses it."""
+    _libc.umount2(target.encode(), _MNT_DETACH)
 
 
 def enter_root(

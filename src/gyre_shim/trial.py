@@ -1,6 +1,6 @@
 """Tries a way of confining a process and says, in one JSON object, what it holds back. Standard library only.
 
-``python -m gyre_shim.trial namespaces|landlock`` prints ``{"works": true, ...}`` or ``{"works": false, "reason": ...}``.
+``python -m gyre_shim.trial KIND`` prints ``{"works": true, ...}`` or ``{"works": false, "reason": ...}``.
 """
 
 import encodings.idna  # noqa: F401 - a confined process cannot load it
@@ -10,6 +10,7 @@ import shutil
 import socket
 import sys
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 from gyre_shim import cgroup, landlock, sandbox
@@ -64,32 +65,31 @@ def _in_child(kind: str, folder: str, port: int) -> dict[str, Any]:
 
 
 def _confine(kind: str, folder: str) -> None:
-    limits = {"memory_bytes": 1 << 29, "processes": 16, "file_bytes": 1 << 20, "cpu_s": 10}
     if kind == "namespaces":
-        sandbox.enter_root(
-            root=f"{folder}/root", writable={f"{folder}/work": sandbox.WORKSPACE}, python_prefixes=(), temporary_bytes=4096
-        )
-        sandbox.drop_privileges(user=USER, **limits)
-        return
-    os.setsid()
-    os.chdir(f"{folder}/work")
-    sandbox.drop_privileges(user=USER, **limits)
-    landlock.confine(writable=(f"{folder}/work",), readable=(), port=None)
+        workspace = {f"{folder}/work": sandbox.WORKSPACE}
+        sandbox.enter_root(root=f"{folder}/root", writable=workspace, python_prefixes=(), temporary_bytes=4096)
+    else:
+        os.setsid()
+        os.chdir(f"{folder}/work")
+    sandbox.drop_privileges(user=USER, memory_bytes=1 << 29, processes=16, file_bytes=1 << 20, cpu_s=10)
+    if kind == "landlock":
+        landlock.confine(writable=(f"{folder}/work",), readable=(), port=None)
 
 
 def _breaks(folder: str, port: int) -> list[str]:
     """Return what worked and should not; writing in the own folder must work."""
     with open("own", "w") as file:
         file.write("mine")
-    found = []
     if used_bytes(".", limit_bytes=1 << 20) == 0:
         raise OSError("the workspace shows no file that was written to it")
-    for name, attempt in (
-        ("read a file outside", lambda: open(f"{folder}/outside/secret").close()),
-        ("write outside", lambda: open(f"{folder}/outside/new", "w").close()),
-        ("connect to a port of the host", lambda: socket.create_connection(("127.0.0.1", port), 1).close()),
-        ("signal the process that started it", lambda: os.kill(_outer_parent(), 0)),
-    ):
+    attempts: dict[str, Callable[[], object]] = {
+        "read a file outside": lambda: open(f"{folder}/outside/secret").close(),
+        "write outside": lambda: open(f"{folder}/outside/new", "w").close(),
+        "connect to a port of the host": lambda: socket.create_connection(("127.0.0.1", port), 1).close(),
+        "signal the process that started it": lambda: os.kill(_outer_parent(), 0),
+    }
+    found = []
+    for name, attempt in attempts.items():
         try:
             attempt()
             found.append(name)

@@ -247,7 +247,9 @@ def test_two_hundred_scorings_leave_no_process_mount_or_file_behind(tmp_path):
     async def run() -> None:
         server = ForkServer(tmp_path / "forkserver.log")
         await server.start()
-        made = SandboxedEvaluator(server, tmp_path / "s", workers=4, isolation=choose_isolation("auto"), memory_bytes=1 << 29)
+        made = SandboxedEvaluator(
+            server, tmp_path / "s", workers=4, isolation=choose_isolation("auto"), memory_bytes=1 << 29
+        )
         from opengyre.tasks.minirepo.tasks import minirepo_package, minirepo_task, reference_files  # noqa: PLC0415
 
         task = minirepo_task("train", 1)

@@ -193,8 +193,10 @@ class TasksSection(_Section, frozen=True, kw_only=True):
     """Training tasks."""
     heldout_count: Positive = 128
     """Held-out tasks."""
+    unchecked: bool = False
+    """Use tasks that `opengyre tasks check` did not accept."""
     options: dict[str, Any] = {}
-    """Settings of the task format."""
+    """`heldout`: folder of the held-out tasks, where `source` is a folder."""
 
 
 class HarnessSection(_Section, frozen=True, kw_only=True):

@@ -161,4 +161,29 @@ class ExecutionRecord(msgspec.Struct, frozen=True, kw_only=True, tag="execution"
     malformed_calls: int = 0
 
 
-Record = RunRecord | StepRecord | EvaluationRecord | CellSpan | SwitchRecord | PublicationRecord | ExecutionRecord
+class ControlRecord(msgspec.Struct, frozen=True, kw_only=True, tag="control"):
+    """A reference solution was scored in the middle of a run, to see whether the grader still works."""
+
+    task_id: str
+    reward: float | None
+    """None where the grader failed."""
+    reason: str
+    started_s: float
+    ended_s: float
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether the task cannot be trusted any more."""
+        return self.reward != 1.0
+
+
+Record = (
+    ControlRecord
+    | RunRecord
+    | StepRecord
+    | EvaluationRecord
+    | CellSpan
+    | SwitchRecord
+    | PublicationRecord
+    | ExecutionRecord
+)

@@ -10,8 +10,8 @@ from opengyre.core.errors import SandboxError
 
 _TRIAL_S = 60
 _FIX = (
-    "allow user namespaces (sysctl -w kernel.apparmor_restrict_unprivileged_userns=0, or run as root), use Linux 6.7 or "
-    'newer for Landlock, or write sandbox.kind = "none" in the configuration'
+    "allow user namespaces (sysctl -w kernel.apparmor_restrict_unprivileged_userns=0, or run as root), use Linux 6.7 "
+    'or newer for Landlock, or write sandbox.kind = "none" in the configuration'
 )
 
 

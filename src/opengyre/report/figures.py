@@ -148,6 +148,18 @@ class Outcomes(msgspec.Struct, frozen=True, kw_only=True):
     dropped: int
 
 
+class Scoring(msgspec.Struct, frozen=True, kw_only=True):
+    """How long outcomes took after the harness had ended, and what the control scorings said."""
+
+    mean_s: float
+    p95_s: float
+    max_s: float
+    controls: int
+    """References that were scored in the middle of the run."""
+    suspect: tuple[str, ...]
+    """Tasks whose reference did not score 1."""
+
+
 class Switches(msgspec.Struct, frozen=True, kw_only=True):
     """Changes of mode and the live calls that they moved."""
 
@@ -194,6 +206,7 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     outcomes: Outcomes
     reasons: tuple[tuple[str, str, int], ...]
     """(outcome, reason, count), most frequent first."""
+    scoring: Scoring
     checks: Checks
     empty_steps: int
     resumes: int

@@ -7,6 +7,7 @@ from typing import TypeVar
 from opengyre.core.events import Mode
 from opengyre.core.records import (
     CellSpan,
+    ControlRecord,
     EvaluationRecord,
     ExecutionRecord,
     PublicationRecord,
@@ -26,6 +27,7 @@ from opengyre.report.figures import (
     Outcomes,
     Results,
     RunData,
+    Scoring,
     Staleness,
     StepRow,
     Switches,
@@ -83,6 +85,7 @@ def summarise(data: RunData) -> Results:
         breach_s=breach_s(executions, spans),
         outcomes=_outcomes(executions),
         reasons=_reasons(executions),
+        scoring=_scoring(executions, _of(data.records, ControlRecord)),
         checks=_checks(steps, data.calls),
         empty_steps=sum(step.empty for step in steps),
         resumes=max((run.incarnation for run in runs), default=0),
@@ -254,6 +257,18 @@ def _outcomes(executions: Sequence[ExecutionRecord]) -> Outcomes:
 def _reasons(executions: Sequence[ExecutionRecord]) -> tuple[tuple[str, str, int], ...]:
     counts = Counter((execution.outcome, execution.reason) for execution in executions if execution.reason)
     return tuple((outcome, reason, count) for (outcome, reason), count in counts.most_common())
+
+
+def _scoring(executions: Sequence[ExecutionRecord], controls: Sequence[ControlRecord]) -> Scoring:
+    """Return the evaluation tail: from the end of a harness to its outcome."""
+    tails = sorted(record.closed_s - record.ended_s for record in executions if record.outcome == "scored")
+    return Scoring(
+        mean_s=mean(tails) or 0.0,
+        p95_s=tails[int(0.95 * (len(tails) - 1))] if tails else 0.0,
+        max_s=max(tails, default=0.0),
+        controls=len(controls),
+        suspect=tuple(sorted({control.task_id for control in controls if control.is_suspect})),
+    )
 
 
 def _switches(switches: Sequence[SwitchRecord]) -> Switches:

@@ -5,7 +5,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from opengyre.report.figures import Results
+from opengyre.report.figures import Results, Scoring
 from opengyre.report.svg import clock, number
 
 
@@ -51,6 +51,7 @@ def _summary(results: Results) -> list[tuple[str, str]]:
             f"{outcomes.scored} scored ({outcomes.timed_out} timed out), {outcomes.no_artifact} no artifact, "
             f"{outcomes.evaluation_failed} evaluation failed, {outcomes.dropped} dropped",
         ),
+        ("scoring", scoring_in_words(results.scoring)),
         (
             "exactness",
             f"{number(checks.checked_tokens)} logprobs checked, largest difference {checks.checked_difference:.1e}, "
@@ -61,6 +62,15 @@ def _summary(results: Results) -> list[tuple[str, str]]:
     if rewards:
         rows.insert(1, ("reward", f"{rewards[0]:.3f} in the first step, {rewards[-1]:.3f} in the last"))
     return rows
+
+
+def scoring_in_words(scoring: Scoring) -> str:
+    """Return the evaluation tail and the controls in one line."""
+    suspect = f", suspect: {', '.join(scoring.suspect)}" if scoring.suspect else ""
+    return (
+        f"{scoring.mean_s:.2f} s after the harness, 95% within {scoring.p95_s:.2f} s, longest {scoring.max_s:.2f} s; "
+        f"{scoring.controls} references scored in between{suspect}"
+    )
 
 
 def evaluation_table(results: Results) -> Table:

@@ -211,5 +211,7 @@ async def _built(folder: Path, clock: Callable[[], float]) -> Stand:
     await asyncio.gather(proxy.start(), server.start())
     plan = HarnessPlan(module="gyre_agent.agent", command=(), environment={}, settings={"max_calls": 40})
     runner = LiveRunner(config, folder / "x", server, plan, isolation=choose_isolation("auto"))
-    evaluator = SandboxedEvaluator(server, folder / "s", workers=2, isolation=choose_isolation("auto"), memory_bytes=1 << 29)
+    evaluator = SandboxedEvaluator(
+        server, folder / "s", workers=2, isolation=choose_isolation("auto"), memory_bytes=1 << 29
+    )
     return Stand(folder, config, expert, ledger, proxy, server, runner, evaluator)

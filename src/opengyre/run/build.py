@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from random import Random
 
 import msgspec
 
@@ -20,7 +19,6 @@ from opengyre.core.cells import WeightsRef
 from opengyre.core.config import Config
 from opengyre.core.events import Event
 from opengyre.core.records import RunRecord
-from opengyre.core.types import Kind, Task
 from opengyre.execute.harness import load_harness
 from opengyre.execute.isolation import choose_isolation
 from opengyre.execute.launcher import ForkServer
@@ -37,12 +35,11 @@ from opengyre.run.execution_desk import ExecutionDesk
 from opengyre.run.folder import RunFolder
 from opengyre.run.groups import GroupBook
 from opengyre.run.router import CellRouter
+from opengyre.run.task_source import task_source
 from opengyre.run.training_desk import TrainingDesk
 from opengyre.run.warmstart import TOKENIZER
-from opengyre.schedule.roster import EVALUATION_STRIDE
 from opengyre.schedule.scheduler import Scheduler
 from opengyre.schedule.settings import ScheduleSettings
-from opengyre.tasks.minirepo.tasks import minirepo_task
 from opengyre.train.trainer import OptimizerSettings
 
 CORE = 0
@@ -107,19 +104,6 @@ def schedule_settings(config: Config) -> ScheduleSettings:
         evaluation_tasks=evaluation.tasks,
         evaluate_greedy=evaluation.greedy,
     )
-
-
-def task_source(config: Config) -> Callable[[Kind, int], Task]:
-    """Return which task a group of a kind gets: a function of its number and the run's seed."""
-    order = list(range(config.tasks.train_count))
-    Random(f"tasks-{config.run.seed}").shuffle(order)
-
-    def task_of(kind: Kind, group_id: int) -> Task:
-        if kind.is_evaluation:
-            return minirepo_task("heldout", group_id % EVALUATION_STRIDE)
-        return minirepo_task("train", order[group_id % len(order)])
-
-    return task_of
 
 
 def cell_settings(

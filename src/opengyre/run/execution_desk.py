@@ -1,6 +1,7 @@
 """The driver's desk for executions: starts them within the limits, scores what they leave, reports their outcome."""
 
 import asyncio
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 from opengyre.core.config import Config
 from opengyre.core.errors import ExecutionError, InvariantError
 from opengyre.core.events import AttemptDropped, Dispatched, Event, Finished, SlotClosed
-from opengyre.core.records import ExecutionRecord
+from opengyre.core.records import ControlRecord, ExecutionRecord
 from opengyre.core.types import (
     Dropped,
     EvaluationFailed,
@@ -20,15 +21,18 @@ from opengyre.core.types import (
     Task,
 )
 from opengyre.execute.live import HarnessEnd, LiveRunner
-from opengyre.execute.scoring import SandboxedEvaluator
+from opengyre.execute.scoring import SandboxedEvaluator, outcome_of
 from opengyre.ledger.ledger import Ledger
 from opengyre.proxy.server import Proxy
 from opengyre.proxy.session import SessionSpec
 from opengyre.run.groups import reward_of
 from opengyre.run.router import CellRouter
+from opengyre.tasks.references import has_plain_reference, reference_of, write_files
 from opengyre.trajectory.marks import RoleMarks
 
 RETRY_S = 0.5
+CONTROL_EVERY = 200
+"""One scoring in so many is followed by one of the task's reference."""
 
 
 @dataclass
@@ -73,6 +77,7 @@ class ExecutionDesk:
     _room: asyncio.Semaphore = field(init=False)
     _start_s: float = 0.0
     _number: int = 0
+    _scored: int = 0
 
     def __post_init__(self) -> None:
         """Make the limit on live executions."""
@@ -151,9 +156,25 @@ class ExecutionDesk:
         for attempt in range(self.config.evaluation.retries + 1):
             outcome = await self.evaluator.evaluate(task, workspace, timed_out=end.timed_out)
             if not isinstance(outcome, EvaluationFailed):
+                await self._control(task)
                 return outcome
             await asyncio.sleep(RETRY_S * 2**attempt)
         return Dropped(reason=f"evaluation_failed: {outcome.reason}")
+
+    async def _control(self, task: Task) -> None:
+        """Now and then score a reference: a grader that broke in the middle of a run must not go unseen."""
+        self._scored += 1
+        if self._scored % CONTROL_EVERY or not has_plain_reference(task):
+            return
+        started_s = self.clock()
+        with tempfile.TemporaryDirectory(prefix="gyre-c") as scratch:
+            workspace = write_files(Path(scratch) / "reference", reference_of(task))
+            outcome = outcome_of(task, await self.evaluator.grade(task, workspace), timed_out=False)
+        reward = outcome.reward if isinstance(outcome, Scored) else None
+        record = ControlRecord(
+            task_id=task.task_id, reward=reward, reason=outcome.reason, started_s=started_s, ended_s=self.clock()
+        )
+        await self.ledger.add_record(record)
 
     async def _close(self, execution: Execution, outcome: Outcome, end: HarnessEnd, clocks: _Clocks) -> None:
         execution_id = execution.execution_id

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from opengyre.core.records import (
     CellSpan,
+    ControlRecord,
     EvaluationRecord,
     ExecutionRecord,
     PublicationRecord,
@@ -35,6 +36,7 @@ def read_run(folder: Path, *, is_running: bool = False) -> RunData:
             *ledger.records(SwitchRecord),
             *ledger.records(PublicationRecord),
             *ledger.records(ExecutionRecord),
+            *ledger.records(ControlRecord),
         ]
         calls = _call_totals(ledger)
     finally:

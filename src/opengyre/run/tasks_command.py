@@ -18,9 +18,10 @@ from opengyre.execute.isolation import choose_isolation
 from opengyre.execute.launcher import ForkServer
 from opengyre.execute.scoring import SandboxedEvaluator
 from opengyre.report.console import console
-from opengyre.tasks.folder import read_task, read_tasks
+from opengyre.tasks.checked import write_check
+from opengyre.tasks.folder import MINIREPO, located_tasks, read_task, read_tasks
 from opengyre.tasks.gate import EMPTY_RUNS, REFERENCE_RUNS, GateVerdict, judge
-from opengyre.tasks.minirepo.tasks import minirepo_package, reference_files
+from opengyre.tasks.references import reference_of, write_files
 from opengyre.tasks.repo import freeze, make_repo
 
 MEMORY_BYTES = 2 * 1024**3
@@ -48,13 +49,13 @@ def main(arguments: argparse.Namespace) -> int:
     """Carry out one action."""
     if arguments.action == "make-repo":
         return _make(arguments)
+    if arguments.action == "check":
+        return _check(_located(arguments.tasks), is_json=arguments.json)
     tasks = read_tasks(arguments.tasks)
     if arguments.action == "score":
         if len(tasks) != 1:
             raise InputError(f"{arguments.tasks}: {len(tasks)} tasks, expected one")
         return _score(tasks[0], arguments.workspace, is_json=arguments.json)
-    if arguments.action == "check":
-        return _check(tasks, is_json=arguments.json)
     if arguments.action == "list":
         return _list(tasks, is_json=arguments.json)
     return _show(tasks, is_json=arguments.json)
@@ -129,8 +130,19 @@ def outcome_row(outcome: Outcome) -> dict[str, Any]:
     return row
 
 
-def _check(tasks: Sequence[Task], *, is_json: bool) -> int:
+def _located(source: str) -> list[tuple[Path | None, Task]]:
+    """Return tasks with their folders; generated ones have none."""
+    if source.partition(":")[0] == MINIREPO:
+        return [(None, task) for task in read_tasks(source)]
+    return list(located_tasks(Path(source)))
+
+
+def _check(located: Sequence[tuple[Path | None, Task]], *, is_json: bool) -> int:
+    tasks = [task for _, task in located]
     verdicts = asyncio.run(_with_evaluator(lambda evaluator: check_all(evaluator, tasks)))
+    for (folder, task), verdict in zip(located, verdicts, strict=True):
+        if folder is not None:
+            write_check(folder, task, verdict)
     rows = [
         {
             "task_id": verdict.task_id,
@@ -228,16 +240,6 @@ async def _solved(task: Task, workspace: Path) -> Path:
     return workspace
 
 
-def reference_of(task: Task) -> dict[str, str]:
-    """Return the files of a task's reference solution."""
-    if task.format == "minirepo":
-        _, split, index = task.task_id.split("-")
-        return reference_files(minirepo_package(split, int(index)))
-    if task.format == "repo":
-        return dict(task.options["reference"])
-    return dict(task.options["solution"])
-
-
 def refuse_image(task: Task) -> None:
     """Refuse a task that needs an image: no container engine is driven by this version.
 
@@ -248,16 +250,6 @@ def refuse_image(task: Task) -> None:
         raise InputError(f"{task.task_id}: needs the image {task.image}, and no container engine answers here")
 
 
-def write_files(folder: Path, files: dict[str, str]) -> Path:
-    """Write files below a new folder and return it."""
-    folder.mkdir(parents=True)
-    for name, text in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, errors="surrogateescape")
-    return folder
-
-
 async def _with_evaluator(work: Any) -> Any:  # noqa: ANN401 - returns what the work returns
     """Run work with an evaluator of its own and clean up behind it."""
     with tempfile.TemporaryDirectory(prefix="gyre-g") as scratch:
@@ -265,7 +257,9 @@ async def _with_evaluator(work: Any) -> Any:  # noqa: ANN401 - returns what the 
         folder.chmod(0o755)
         server = ForkServer(folder / "forkserver.log")
         await server.start()
-        evaluator = SandboxedEvaluator(server, folder / "s", workers=2, isolation=choose_isolation("auto"), memory_bytes=MEMORY_BYTES)
+        evaluator = SandboxedEvaluator(
+            server, folder / "s", workers=2, isolation=choose_isolation("auto"), memory_bytes=MEMORY_BYTES
+        )
         try:
             return await work(evaluator)
         finally:

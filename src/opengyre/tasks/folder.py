@@ -37,13 +37,21 @@ def read_tasks(source: str) -> list[Task]:
     """
     if source.partition(":")[0] == MINIREPO:
         return _minirepo(source)
-    root = Path(source)
+    return [task for _, task in located_tasks(Path(source))]
+
+
+def located_tasks(root: Path) -> list[tuple[Path, Task]]:
+    """Return the tasks of a folder of tasks, or of one task's folder, each with its own folder.
+
+    Raises:
+        FileError: There is no task, or one is wrong.
+    """
     if (root / "task.toml").exists() or not root.is_dir():
-        return [read_task(root)]
+        return [(root, read_task(root))]
     folders = sorted(path.parent for path in root.glob("*/task.toml"))
     if not folders:
         raise FileError(f"{root}: holds no task (no task.toml here or one level below)")
-    return [read_task(folder) for folder in folders]
+    return [(folder, read_task(folder)) for folder in folders]
 
 
 def _minirepo(source: str) -> list[Task]:

@@ -183,7 +183,8 @@ class Function:
 class Package:
     """The specification of one package: modules in order, each with its functions.
 
-    Example: ``Package((("amber", (f, g)),))`` has the instruction ``module amber``, then a line for f and one for g.
+    Example: ``Package((("amber", (f, g)),))`` has the instruction ``modules amber``, then its section: ``module amber``
+    and a line for f and one for g.
     """
 
     modules: tuple[tuple[str, tuple[Function, ...]], ...]
@@ -193,8 +194,13 @@ class Package:
         return "\n".join([f"module {module}", *(function.line() for function in self.functions(module))]) + "\n"
 
     def instruction(self) -> str:
-        """Return the whole specification."""
-        return "".join(self.section(name) for name, _ in self.modules)
+        """Return the whole specification: the list of modules, then a section each.
+
+        Choice: the list stands at the head, so that the next module is the neighbour of the last one: without it the
+        small policy asked for modules that do not exist, and learning to avoid that spoilt the rest.
+        """
+        names = " ".join(name for name, _ in self.modules)
+        return f"modules {names}\n" + "".join(self.section(name) for name, _ in self.modules)
 
     def functions(self, module: str) -> tuple[Function, ...]:
         """Return the functions of a module.
