@@ -27,9 +27,9 @@ def _tool(name: str, *parameters: str) -> Json:
 
 MAIN_TOOLS = [_tool("delegate", "module"), _tool("finish", "result")]
 SUB_TOOLS = [
-    _tool("write_file", "module", "content"),
-    _tool("append_file", "module", "content"),
-    _tool("run_tests", "module"),
+    _tool("write_file", "content"),
+    _tool("append_file", "content"),
+    _tool("run_tests"),
     _tool("finish", "result"),
 ]
 
@@ -135,13 +135,11 @@ class Agent:
         return "stopped"
 
     def _use(self, name: str, arguments: Json, module: str, functions: list[str]) -> str | None:
-        """Carry out a coder's tool call; None if it is malformed."""
-        if str(arguments.get("module")) != module:
-            return None
-        if name in ("write_file", "append_file") and set(arguments) == {"module", "content"}:
+        """Carry out a coder's tool call on its module; None if it is malformed."""
+        if name in ("write_file", "append_file") and set(arguments) == {"content"}:
             self.workspace.write(module, str(arguments["content"]), append=name == "append_file")
             return "saved"
-        if name == "run_tests" and set(arguments) == {"module"}:
+        if name == "run_tests" and not arguments:
             failing = self.workspace.failing_tests(module, functions)
             return "failed " + " ".join(failing) if failing else "all passed"
         return None

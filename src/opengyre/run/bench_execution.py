@@ -78,10 +78,10 @@ class Expert:
             return self._lead(package, self._done.setdefault(execution_id, []), text)
         module = text.partition("<user>module ")[2].partition("\n")[0]
         content = "".join(function.code() for function in package.functions(module))
-        if text.count("write_file<arg>" + module) < self.script.writes:
-            reply = call("write_file", module=module, content=content)
-        elif text.count("run_tests<arg>" + module) < self.script.tests:
-            reply = call("run_tests", module=module)
+        if text.count("<asst>write_file") < self.script.writes:
+            reply = call("write_file", content=content)
+        elif text.count("<asst>run_tests") < self.script.tests:
+            reply = call("run_tests")
         else:
             reply = call("finish", result="pass")
         return self.renderer.encode_reply(reply, words.SUB_TOOLS)

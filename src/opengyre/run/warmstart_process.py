@@ -36,6 +36,8 @@ def demonstration_rows(
         untested=recipe.untested,
         unrepaired=recipe.unrepaired,
         early_finish=recipe.early_finish,
+        stray=recipe.stray,
+        malformed=recipe.malformed,
     )
     rows: list[SupervisedRow] = []
     for index in range(count):
@@ -82,7 +84,7 @@ def unit_batches(
         while used < tokens:
             package = make_package(rng, held_out=False, modules=(1, 1), functions=(count, count))
             module, functions = package.modules[0]
-            reply = call("write_file", module=module, content="".join(function.code() for function in functions))
+            reply = call("write_file", content="".join(function.code() for function in functions))
             context = renderer.render(sub_head(package, module), words.SUB_TOOLS).tolist()
             output = renderer.encode_reply(reply, words.SUB_TOOLS)
             batch.append(([*context, *output], [0.0] * len(context) + [1.0] * len(output)))

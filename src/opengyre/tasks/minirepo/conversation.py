@@ -30,9 +30,9 @@ def _tool(name: str, *parameters: str) -> Tool:
 
 MAIN_TOOLS = (_tool("delegate", "module"), _tool("finish", "result"))
 SUB_TOOLS = (
-    _tool("write_file", "module", "content"),
-    _tool("append_file", "module", "content"),
-    _tool("run_tests", "module"),
+    _tool("write_file", "content"),
+    _tool("append_file", "content"),
+    _tool("run_tests"),
     _tool("finish", "result"),
 )
 SENTENCES = (MAIN_SYSTEM, SUB_SYSTEM, SUB_ORDER, COMPACTION)

@@ -13,7 +13,7 @@ from opengyre.core.chat import Message, Tool, ToolCall
 from opengyre.core.errors import InvariantError
 from opengyre.model.chat import EmbeddedRenderer
 from opengyre.tasks.minirepo import conversation as words
-from opengyre.tasks.minirepo.family import DIGITS, STEPS, VISIBLE_INPUTS, Function, Package, random_inputs
+from opengyre.tasks.minirepo.family import DIGITS, MODULES, STEPS, VISIBLE_INPUTS, Function, Package, random_inputs
 
 CONFUSED = {
     "add": "sub",
@@ -42,6 +42,8 @@ CONFUSED = {
     "last": "list",
 }
 """What the expert writes when it is wrong."""
+_BROKEN = ("write_file", "append_file", "finish", "delegate")
+"""Replies without the argument that they need."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,15 @@ class Noise:
     untested: float = 0.45
     unrepaired: float = 0.50
     early_finish: float = 0.10
+    stray: float = 0.08
+    """A turn that the state does not ask for, with right arguments: whatever a policy comes to prefer later, it should
+    know how to say it."""
+    malformed: float = 0.04
+    """A reply that the harness cannot read; it is not learnt, what comes after it is."""
+
+
+MOST_MALFORMED = 2
+"""In one demonstration; the harness gives up at ``words.MAX_MALFORMED``."""
 
 
 @dataclass
@@ -119,6 +130,7 @@ class Demonstration:
         """Inputs of the visible tests, by function."""
         self._skipped = {module for module, _ in package.modules if rng.random() < noise.skipped_module}
         self._calls = 0
+        self._malformed = 0
 
     def run(self) -> list[DemonstrationContext]:
         """Play the execution and return its contexts in order of their start."""
@@ -131,20 +143,21 @@ class Demonstration:
         done: list[str] = []
         base = 0
         for _ in range(words.MAX_MAIN_TURNS):
-            reply = self._ask(context, history, words.MAIN_TOOLS, self._main_reply(done))
+            is_bad = self._is_malformed()
+            planned = call("delegate", module=self._unknown_module()) if is_bad else self._main_reply(done)
+            reply = self._ask(context, history, words.MAIN_TOOLS, planned, is_learnt=not is_bad)
             base = base or len(context.tokens)
             if reply.tool_calls[0].name == "finish":
                 break
-            module = msgspec.json.decode(reply.tool_calls[0].arguments)["module"]
-            word = self._sub_agent(module)
-            if module not in done:
-                done.append(module)
-            history += [reply, Message(role="tool", content=f"{module} {word}")]
+            result = words.BAD_CALL if is_bad else self._delegated(reply, done)
+            history += [reply, Message(role="tool", content=result)]
             if self._calls >= words.MAX_CALLS:
                 break
             if len(context.tokens) - base > words.MAIN_ROOM_TOKENS:
                 history.append(Message(role="user", content=words.COMPACTION))
                 summary = self._ask(context, history, words.MAIN_TOOLS, self._summary(done))
+                if self._calls >= words.MAX_CALLS:
+                    break
                 history = [*head, Message(role="user", content=summary.content)]
                 context, base = self._open(is_lead=True), 0
         return self.contexts
@@ -154,8 +167,30 @@ class Demonstration:
         self.contexts.append(context)
         return context
 
+    def _delegated(self, reply: Message, done: list[str]) -> str:
+        """Play the sub-agent that a reply asks for and return what the lead is told."""
+        module = msgspec.json.decode(reply.tool_calls[0].arguments)["module"]
+        word = self._sub_agent(module)
+        if module not in done:
+            done.append(module)
+        return f"{module} {word}"
+
+    def _is_malformed(self) -> bool:
+        is_bad = self._malformed < MOST_MALFORMED and self._rng.random() < self._noise.malformed
+        self._malformed += is_bad
+        return is_bad
+
+    def _unknown_module(self) -> str:
+        return self._rng.choice([name for name in MODULES if name not in dict(self._package.modules)])
+
     def _ask(
-        self, context: DemonstrationContext, history: list[Message], tools: tuple[Tool, ...], reply: Message
+        self,
+        context: DemonstrationContext,
+        history: list[Message],
+        tools: tuple[Tool, ...],
+        reply: Message,
+        *,
+        is_learnt: bool = True,
     ) -> Message:
         """Append a request and the expert's reply to a context."""
         self._calls += 1
@@ -163,7 +198,7 @@ class Demonstration:
         if prompt[: len(context.tokens)] != context.tokens:
             raise InvariantError("a demonstration's request does not extend its context")
         output = self._renderer.encode_reply(reply, tools)
-        context.is_output += [False] * (len(prompt) - len(context.tokens)) + [True] * len(output)
+        context.is_output += [False] * (len(prompt) - len(context.tokens)) + [is_learnt] * len(output)
         context.tokens = [*prompt, *output]
         context.requests.append((tuple(history), tools))
         context.replies.append(reply)
@@ -171,6 +206,8 @@ class Demonstration:
 
     def _main_reply(self, done: list[str]) -> Message:
         left = [module for module, _ in self._package.modules if module not in done and module not in self._skipped]
+        if self._rng.random() < self._noise.stray:
+            return call("delegate", module=self._rng.choice(self._package.modules)[0])
         if not left or (done and self._rng.random() < self._noise.early_finish):
             return call("finish", result="done")
         return call("delegate", module=left[0])
@@ -184,6 +221,13 @@ class Demonstration:
         context = self._open(is_lead=False)
         plan = self._sub_replies(module)
         for turn in range(words.MAX_SUB_TURNS):
+            if self._is_malformed():
+                reply = Message(role="assistant", content=self._rng.choice(_BROKEN))
+                self._ask(context, history, words.SUB_TOOLS, reply, is_learnt=False)
+                history += [reply, Message(role="user", content=words.BAD_CALL)]
+                if turn == words.MAX_SUB_TURNS - 1 or self._calls >= words.MAX_CALLS:
+                    break
+                continue
             reply = self._ask(context, history, words.SUB_TOOLS, next(plan))
             name = reply.tool_calls[0].name
             if name == "finish":
@@ -206,19 +250,28 @@ class Demonstration:
         """Yield the expert's replies: write, test, repair, finish."""
         functions, rng, noise = self._package.functions(module), self._rng, self._noise
         kept = [function for function in functions if rng.random() >= noise.missed_function] or list(functions[:1])
-        yield call("write_file", module=module, content=self._write(module, kept, replace=True))
+        yield call("write_file", content=self._write(module, kept, replace=True))
         written = 1
         while True:
+            if rng.random() < noise.stray:
+                yield self._stray(module)
+                continue
             if rng.random() < noise.untested:
                 yield call("finish", result="untested")
-            yield call("run_tests", module=module)
+            yield call("run_tests")
             failing = self._failing(module)
             if not failing:
                 yield call("finish", result="pass")
             if written >= 3 or rng.random() < noise.unrepaired:
                 yield call("finish", result="fail")
-            yield call("append_file", module=module, content=self._write(module, failing, replace=False))
+            yield call("append_file", content=self._write(module, failing, replace=False))
             written += 1
+
+    def _stray(self, module: str) -> Message:
+        if self._rng.random() < 0.5:
+            return call("run_tests")
+        function = self._rng.choice(self._package.functions(module))
+        return call("append_file", content=self._write(module, [function], replace=False))
 
     def _write(self, module: str, functions: list[Function], *, replace: bool) -> str:
         right = self._workspace.right.setdefault(module, {})
