@@ -5,6 +5,7 @@ Wire format: ``docs/shim-protocol.md``.
 """
 
 import contextlib
+import glob
 import importlib
 import json
 import os
@@ -142,8 +143,35 @@ def _drop(order: dict[str, Any]) -> None:
     )
 
 
+FAKETIME = "/usr/lib/*-linux-gnu/faketime/libfaketime.so.1"
+
+
+def _pinned_date(day: str) -> dict[str, str]:
+    """Return the environment that shows a process the noon of a day and lets time go on, where that can be had."""
+    libraries = glob.glob(FAKETIME) if day else []
+    if not libraries:
+        return {}
+    return {"LD_PRELOAD": libraries[0], "FAKETIME": f"@{day} 12:00:00", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+
+
+def _write_files(home: str, files: dict[str, str]) -> None:
+    """Write a harness's own configuration below its home folder."""
+    for name, text in files.items():
+        path = os.path.join(home, name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "w") as file:
+            file.write(text)
+
+
+def _filled(text: str, values: dict[str, str]) -> str:
+    for name, value in values.items():
+        text = text.replace(name, value)
+    return text
+
+
 def _run_harness(order: dict[str, Any], base_url: str, home: str) -> int:
     """Call a Python harness in this process, or execute a command."""
+    values = {"{base_url}": base_url, "{origin}": base_url.removesuffix("/v1")}
     environment = {
         "HOME": home,
         "TMPDIR": "/tmp" if order["sandbox"] == "namespaces" else home,
@@ -153,12 +181,15 @@ def _run_harness(order: dict[str, Any], base_url: str, home: str) -> int:
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_KEY": "none",
         "GYRE_BASE_URL": base_url,
-        **{key: value.replace("{base_url}", base_url) for key, value in order["environment"].items()},
+        **_pinned_date(order["day"]),
+        **{key: _filled(value, values) for key, value in order["environment"].items()},
     }
     if order["module"]:
         module = importlib.import_module(order["module"])
         return int(module.run(base_url=base_url, workspace=os.getcwd(), settings=order["settings"]))
-    command = [part.replace("{base_url}", base_url) for part in order["command"]]
+    _write_files(home, {name: _filled(text, values) for name, text in order["files"].items()})
+    values["{instruction}"] = order["instruction"]
+    command = [_filled(part, values) for part in order["command"]]
     os.execvpe(command[0], command, environment)
     return 127
 

@@ -6,25 +6,9 @@ from hypothesis import strategies as st
 
 from opengyre.core.chat import Message, Tool, ToolCall
 from opengyre.core.types import Role
-from opengyre.trajectory.marks import Mark, MarkRule, RoleMarks
+from opengyre.execute.harness import load_harness, shipped_harnesses
+from opengyre.trajectory.marks import Mark
 from opengyre.trajectory.roles import RoleTracker
-
-MARKS = {
-    "claude-code": RoleMarks(
-        agent=(MarkRule(header="x-claude-code-agent-id"),),
-        sub_agent=(MarkRule(header="x-claude-code-agent-id"),),
-    ),
-    "codex": RoleMarks(
-        agent=(MarkRule(header="thread-id"),),
-        sub_agent=(MarkRule(header="x-openai-subagent"),),
-        compaction=(MarkRule(header="x-codex-turn-metadata", pattern='"request_kind": ?"compaction"'),),
-    ),
-    "opencode": RoleMarks(
-        agent=(MarkRule(header="x-session-id"),),
-        sub_agent=(MarkRule(header="x-parent-session-id"),),
-        sub_agent_is_complete=False,
-    ),
-}
 
 
 def judged(requests, marks=None):
@@ -53,7 +37,8 @@ def test_roles_equal_the_ground_truth_from_the_requests_alone(session, session_n
 
 def test_roles_equal_the_ground_truth_from_what_the_harness_marks(session, session_name):
     requests = session(session_name)
-    marks = MARKS.get(session_name.split("/")[0])
+    name = session_name.split("/")[0]
+    marks = load_harness(name).roles if name in shipped_harnesses() else None
     assert differences(requests, judged(requests, marks)) == []
 
 

@@ -5,7 +5,7 @@ import contextlib
 import os
 import shutil
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,9 @@ class HarnessPlan:
     settings: dict[str, Any]
     shown: tuple[str, ...] = ()
     """Folders that the sandbox shows read-only beside the system's: where the harness is installed."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Files to write below the home folder: path to text."""
+    pin_date: bool = False
 
 
 class LiveRunner:
@@ -74,16 +77,25 @@ class LiveRunner:
         server: Fork server.
         plan: The harness.
         isolation: How harnesses are confined.
+        day: Day that a harness with a pinned date is shown, ISO 8601.
     """
 
     def __init__(
-        self, config: Config, folder: Path, server: ForkServer, plan: HarnessPlan, *, isolation: Isolation
+        self,
+        config: Config,
+        folder: Path,
+        server: ForkServer,
+        plan: HarnessPlan,
+        *,
+        isolation: Isolation,
+        day: str = "",
     ) -> None:
         self._config = config
         self._folder = folder
         self._server = server
         self._plan = plan
         self._isolation = isolation
+        self._day = day if plan.pin_date else ""
 
     def workspace(self, execution_id: str) -> Path:
         """Return the workspace of an execution."""
@@ -99,7 +111,7 @@ class LiveRunner:
         folder = self._folder / execution_id
         user = self._server.next_user()
         _prepare(folder, task, user)
-        status = await self._server.launch(self._order(execution_id, folder, socket_path, user))
+        status = await self._server.launch(self._order(execution_id, task, socket_path, user))
         exit_file = folder / "exit.json"
         if status is None:
             mark = read_mark(folder)
@@ -108,8 +120,9 @@ class LiveRunner:
             raise HarnessError(f"execution {execution_id}: its shim ended with {status} and wrote no exit.json")
         return msgspec.json.decode(exit_file.read_bytes(), type=HarnessEnd)
 
-    def _order(self, execution_id: str, folder: Path, socket_path: Path, user: int) -> dict[str, Any]:
-        config = self._config
+    def _order(self, execution_id: str, task: Task, socket_path: Path, user: int) -> dict[str, Any]:
+        config, folder = self._config, self._folder / execution_id
+        own_limit_s = float(task.options.get("harness_timeout_s", config.harness.timeout_s))
         return {
             "id": execution_id,
             "kind": "execution",
@@ -125,10 +138,13 @@ class LiveRunner:
             "command": list(self._plan.command),
             "environment": self._plan.environment,
             "settings": self._plan.settings,
+            "files": self._plan.files,
+            "instruction": task.instruction,
+            "day": self._day,
             "memory_bytes": config.sandbox.memory_bytes,
             "processes": config.sandbox.processes,
             "disk_bytes": config.sandbox.disk_bytes,
-            "timeout_s": config.harness.timeout_s,
+            "timeout_s": min(config.harness.timeout_s, own_limit_s),
             "overall_timeout_s": config.harness.overall_timeout_s,
             "hold_s": config.proxy.hold_s,
         }

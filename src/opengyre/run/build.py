@@ -19,10 +19,10 @@ from opengyre.core.cells import WeightsRef
 from opengyre.core.config import Config
 from opengyre.core.events import Event
 from opengyre.core.records import RunRecord
-from opengyre.execute.harness import load_harness
+from opengyre.execute.harness import harness_plan, load_harness
 from opengyre.execute.isolation import choose_isolation
 from opengyre.execute.launcher import ForkServer
-from opengyre.execute.live import HarnessPlan, LiveRunner, end_shims, read_journals
+from opengyre.execute.live import LiveRunner, end_shims, read_journals
 from opengyre.execute.scoring import SandboxedEvaluator
 from opengyre.ledger.ledger import Ledger
 from opengyre.model.chat import EmbeddedRenderer
@@ -162,17 +162,6 @@ def keep_versions(config: Config) -> int:
     return config.schedule.overlap + config.schedule.burst + 1
 
 
-def harness_plan(config: Config) -> HarnessPlan:
-    """Return how the configured harness is started.
-
-    Raises:
-        ConfigError: No harness of that name is shipped.
-    """
-    spec = load_harness(config.harness.name)
-    settings = {**spec.settings, "max_calls": config.harness.max_calls, **config.harness.options}
-    return HarnessPlan(module=spec.module, command=spec.command, environment=spec.environment, settings=settings)
-
-
 def build_cells(
     folder: RunFolder,
     ledger: Ledger,
@@ -214,6 +203,9 @@ def build_executions(
     """Return the desk of the executions: proxy, harness, sandbox, scoring."""
     config = folder.config
     isolation = choose_isolation(config.sandbox.kind)
+    runner = LiveRunner(
+        config, folder.executions, server, harness_plan(config), isolation=isolation, day=first_day(ledger)
+    )
     renderer = EmbeddedRenderer(EmbeddedTokenizer.load(folder.path / TOKENIZER))
     proxy = Proxy(
         engine=router,
@@ -231,7 +223,7 @@ def build_executions(
     )
     return ExecutionDesk(
         config=config,
-        runner=LiveRunner(config, folder.executions, server, harness_plan(config), isolation=isolation),
+        runner=runner,
         evaluator=evaluator,
         proxy=proxy,
         router=router,
@@ -305,6 +297,12 @@ def run_record(config: Config, *, incarnation: int, now_s: float) -> RunRecord:
             **{name: importlib.metadata.version(name) for name in packages},
         },
     )
+
+
+def first_day(ledger: Ledger) -> str:
+    """Return the day on which a run began, so that a resumed one shows its harnesses the same."""
+    starts = ledger.records(RunRecord)
+    return (starts[0].wall_clock if starts else datetime.now(UTC).isoformat())[:10]
 
 
 def weights_of(ledger: Ledger, version: int) -> WeightsRef | None:

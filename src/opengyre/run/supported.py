@@ -21,7 +21,6 @@ def check_supported(config: Config) -> None:
         ("train.packing", config.train.packing, ("rows",)),
         ("train.options", config.train.options, ({},)),
         ("run.checkpoint_every", config.run.checkpoint_every, (1,)),
-        ("harness.name", config.harness.name, ("gyre-agent",)),
         ("sandbox.kind", config.sandbox.kind, ("auto", "bubblewrap", "landlock", "none")),
         ("proxy.keep_bodies", config.proxy.keep_bodies, (False,)),
     )

@@ -20,7 +20,7 @@ from opengyre.core.config import Config, load_config
 from opengyre.core.errors import ConfigError, RunError
 from opengyre.report.console import console
 
-RECIPE_VERSION = 11
+RECIPE_VERSION = 12
 """Raised whenever the code behind the recipe changes what it makes."""
 WEIGHTS = "weights.safetensors"
 TOKENIZER = "tokenizer.json"
@@ -37,6 +37,8 @@ class WarmStartRecipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     demonstrations: Annotated[int, Meta(ge=1)] = 1200
     copy_steps: Annotated[int, Meta(ge=0)] = 100
     unit_steps: Annotated[int, Meta(ge=0)] = 600
+    lead_every: Annotated[int, Meta(ge=0)] = 4
+    """One unit step in so many is the lead's; 0: none."""
     batch_tokens: Annotated[int, Meta(ge=256)] = 1024
     learning_rate: Annotated[float, Meta(gt=0)] = 1.3e-3
     processes: Annotated[int, Meta(ge=1)] = 2

@@ -13,6 +13,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from opengyre.core.chat import Message
 from opengyre.model.chat import EmbeddedRenderer
 from opengyre.model.decoder import DecoderConfig, init_parameters
 from opengyre.model.tokenizer import EmbeddedTokenizer
@@ -72,12 +73,16 @@ def copy_batches(
 def unit_batches(
     renderer: EmbeddedRenderer, recipe: WarmStartRecipe, rng: random.Random, *, tokens: int
 ) -> Iterator[list[SupervisedRow]]:
-    """Yield batches of unit practice: one module's specification to its code, without noise.
+    """Yield batches of unit practice, without noise: a module's specification to its code, or a lead's dialogue.
 
-    Choice: under the coder's system prompt, so that the lead does not learn to write code; as many functions in every
-    row of a batch, so that little is padded.
+    Choice: under the prompts of coder and lead, so that neither learns the other's part; as many functions in every
+    row of a batch, so that little is padded; one batch in ``lead_every`` is the lead's, who says three tokens a turn and
+    would otherwise hardly learn to copy a module's name.
     """
     for step in range(recipe.unit_steps):
+        if recipe.lead_every and step % recipe.lead_every == recipe.lead_every - 1:
+            yield lead_batch(renderer, rng, tokens=tokens)
+            continue
         count = rng.randint(1, 3) if step > recipe.unit_steps // 4 else 1
         batch: list[SupervisedRow] = []
         used = 0
@@ -90,6 +95,34 @@ def unit_batches(
             batch.append(([*context, *output], [0.0] * len(context) + [1.0] * len(output)))
             used += len(context) + len(output)
         yield batch
+
+
+def lead_batch(renderer: EmbeddedRenderer, rng: random.Random, *, tokens: int) -> list[SupervisedRow]:
+    """Return dialogues of leads that delegate every module in order, from the start or from a summary."""
+    batch: list[SupervisedRow] = []
+    used = 0
+    while used < tokens:
+        package = make_package(rng, held_out=False, functions=(1, 2))
+        names = [name for name, _ in package.modules]
+        done = rng.choice((0, 0, *range(1, len(names) + 1)))
+        history = [
+            Message(role="system", content=words.MAIN_SYSTEM),
+            Message(role="user", content=package.instruction()),
+        ]
+        if done:
+            history.append(Message(role="user", content=" ".join(["built", *names[:done]])))
+        row: list[int] = []
+        weights: list[float] = []
+        for name in (*names[done:], ""):
+            reply = call("delegate", module=name) if name else call("finish", result="done")
+            prompt = renderer.render(history, words.MAIN_TOOLS).tolist()
+            output = renderer.encode_reply(reply, words.MAIN_TOOLS)
+            weights += [0.0] * (len(prompt) - len(row)) + [1.0] * len(output)
+            row = [*prompt, *output]
+            history += [reply, Message(role="tool", content=f"{name} {rng.choice(words.STATUS_WORDS)}")]
+        batch.append((row, weights))
+        used += len(row)
+    return batch
 
 
 def main(folder: Path, rank: int) -> int:
