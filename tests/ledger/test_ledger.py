@@ -100,6 +100,18 @@ async def test_a_thousand_commits_at_once_are_all_there(tmp_path):
     ledger.close()
 
 
+async def test_a_writer_that_is_cancelled_hurts_neither_its_write_nor_those_after_it(tmp_path):
+    ledger = Ledger.open(tmp_path)
+    writers = [asyncio.create_task(ledger.commit([call(seq)], b"answer")) for seq in range(40)]
+    await asyncio.sleep(0)
+    for writer in writers[::2]:
+        writer.cancel()
+    await asyncio.gather(*writers, return_exceptions=True)
+    await asyncio.wait_for(ledger.commit([call(40)], b"answer"), 5)
+    assert [stored.seq for stored in await ledger.calls("e")] == list(range(41))
+    ledger.close()
+
+
 async def test_a_million_tokens_take_at_most_6_mb_and_a_call_at_most_1_kb_beside_them(tmp_path):
     ledger = Ledger.open(tmp_path)
     for seq in range(100):

@@ -119,6 +119,7 @@ class Ledger:
         if self._thread is None:
             raise InvariantError(f"{self.path}: a ledger opened for reading was written to")
         done: Future[None] = Future()
+        done.set_running_or_notify_cancel()  # who waits may be cancelled, what was handed in is written all the same
         self._queue.put((statements, done))
         return done
 

@@ -76,8 +76,8 @@ def unit_batches(
     """Yield batches of unit practice, without noise: a module's specification to its code, or a lead's dialogue.
 
     Choice: under the prompts of coder and lead, so that neither learns the other's part; as many functions in every
-    row of a batch, so that little is padded; one batch in ``lead_every`` is the lead's, who says three tokens a turn and
-    would otherwise hardly learn to copy a module's name.
+    row of a batch, so that little is padded; one batch in ``lead_every`` is the lead's, who says three tokens a
+    turn and would otherwise hardly learn to copy a module's name.
     """
     for step in range(recipe.unit_steps):
         if recipe.lead_every and step % recipe.lead_every == recipe.lead_every - 1:
