@@ -44,7 +44,7 @@ class Limits:
     max_calls: int = 20
     main_turns: int = 10
     sub_turns: int = 6
-    malformed: int = 4
+    malformed: int = 12
     room_tokens: int = 22
     """Growth of the main context over its first answer that makes the agent compact."""
     main_reply_tokens: int = 12

@@ -49,7 +49,7 @@ def run(order: dict[str, Any]) -> int:
             processes.adopt_orphans()
         if order["control_group"]:
             memory_bytes = order["memory_bytes"] + DISK_BYTES
-            group = ControlGroup(order["id"], memory_bytes=memory_bytes, processes=PROCESSES)
+            group = ControlGroup(f"{order['id']}-{os.getpid()}", memory_bytes=memory_bytes, processes=PROCESSES)
         copied, refused = copy_workspace(order["workspace"], f"{folder}/work")
         _place_hidden(order, folder)
         result = _graded(order, folder, group)

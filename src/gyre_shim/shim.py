@@ -41,7 +41,9 @@ def run(order: dict[str, Any]) -> int:
         else:
             processes.adopt_orphans()
         if order["control_group"]:
-            group = ControlGroup(order["id"], memory_bytes=order["memory_bytes"], processes=order["processes"])
+            group = ControlGroup(
+                f"{order['id']}-{os.getpid()}", memory_bytes=order["memory_bytes"], processes=order["processes"]
+            )
         listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         harness = _start_harness(order, listener, group)
     except (OSError, sandbox.SandboxError) as error:
@@ -94,7 +96,7 @@ def _enter_namespaces(order: dict[str, Any], _port: int) -> str:
     sandbox.die_with_parent()
     sandbox.enter_root(
         root=f"{order['folder']}/root",
-        writable={order["workspace"]: sandbox.WORKSPACE},
+        writable={order["workspace"]: order["workdir"] or sandbox.WORKSPACE},
         python_prefixes=sandbox.python_prefixes(),
         temporary_bytes=order["disk_bytes"],
         extra=tuple(order["shown"]),

@@ -8,12 +8,17 @@ from pathlib import Path
 import pytest
 
 from opengyre import cli
-from opengyre.core.types import Task
+from opengyre.core.config import decode_config
+from opengyre.core.errors import ConfigError, InputError
+from opengyre.core.types import Kind, Task
 from opengyre.execute.isolation import choose_isolation
 from opengyre.execute.launcher import ForkServer
 from opengyre.execute.scoring import GradeResult, SandboxedEvaluator
-from opengyre.run.tasks_command import check_task, freeze_task, write_files
+from opengyre.run.task_source import task_source
+from opengyre.run.tasks_command import check_task, freeze_task
+from opengyre.tasks.checked import why_unchecked
 from opengyre.tasks.folder import read_task
+from opengyre.tasks.references import write_files
 from opengyre.tasks.repo import Descriptor, task_toml
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "repo-gen-tasks"
@@ -207,6 +212,27 @@ def test_the_shared_repo_tasks_have_their_right_values(tmp_path, capsys):
     assert score(jsonlines, candidate, capsys) == (22, 27)
 
 
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the shared task folders beside the checkout")
+def test_a_benchmark_folder_and_an_archive_make_a_task(tmp_path, capsys):
+    folder, archive = tmp_path / "jsonlines", SHARED / "jsonlines" / "jsonlines-4.0.0.tar.gz"
+    files = {
+        "start.md": "Write jsonlines.",
+        "test_files.json": '["tests", "conftest.py"]',
+        "test_commands.json": '["pip install -e .", "pytest --continue-on-collection-errors tests"]',
+        "test_case_count.txt": "27",
+    }
+    write_files(folder, files)
+    made = tmp_path / "made"
+    command = ["tasks", "make-repo", str(folder), "--out", str(made), "--json"]
+    assert cli.main(command) == 2
+    assert "expected --archive FILE" in capsys.readouterr().err
+    assert cli.main([*command, "--archive", str(archive)]) == 0
+    assert json.loads(capsys.readouterr().out)["tests"] == 27
+    assert (made / "instruction.md").read_text() == "Write jsonlines."
+    assert score(made, made / "reference", capsys) == (27, 27)
+    assert not (made / "reference" / "tests").exists()
+
+
 def score(task: Path, workspace: Path, capsys) -> tuple[int, int]:
     cli.main(["tasks", "score", str(task), str(workspace), "--json"])
     row = json.loads(capsys.readouterr().out)
@@ -263,3 +289,33 @@ def test_two_hundred_scorings_leave_no_process_mount_or_file_behind(tmp_path):
         await server.stop()
 
     asyncio.run(run())
+
+
+def test_the_gate_runs_a_harbor_solution_in_the_sandbox_and_keeps_its_verdict(tmp_path, capsys):
+    folder = tmp_path / "task"
+    check = "test -f /app/hello.txt && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt"
+    solve = f"touch hello.txt; touch {tmp_path}/escaped 2>/dev/null; true"
+    write_files(folder, {"task.toml": "", "instruction.md": "x", "tests/test.sh": check, "solution/solve.sh": solve})
+    assert cli.main(["tasks", "check", str(folder), "--json"]) == 0, capsys.readouterr().out
+    assert json.loads(capsys.readouterr().out)["tasks"][0]["reference"] == 1.0
+    assert not (tmp_path / "escaped").exists()
+    task = read_task(folder)
+    assert why_unchecked(folder, task) == ""
+    (folder / "instruction.md").write_text("y")
+    assert "changed" in why_unchecked(folder, read_task(folder))
+
+
+def test_a_run_takes_only_tasks_that_the_gate_accepted(tmp_path, capsys):
+    folder = tmp_path / "tasks" / "one"
+    write_files(folder, {"task.toml": "", "instruction.md": "x", "tests/test.sh": "echo 1 > /logs/verifier/reward.txt"})
+    table = {"tasks": {"source": str(tmp_path / "tasks")}, "evaluation": {"tasks": 0}}
+    with pytest.raises(InputError, match="the control gate has not seen it"):
+        task_source(decode_config(table))
+    assert cli.main(["tasks", "check", str(folder)]) == 1
+    assert "the empty workspace scores 1" in capsys.readouterr().out
+    with pytest.raises(InputError, match="the control gate refused it"):
+        task_source(decode_config(table))
+    table["tasks"]["unchecked"] = True
+    assert task_source(decode_config(table))(Kind.TRAIN, 7).task_id == "one"
+    with pytest.raises(ConfigError, match=r"tasks\.options\.heldout"):
+        task_source(decode_config({**table, "evaluation": {"tasks": 4}}))

@@ -12,7 +12,7 @@ from opengyre.core.errors import FileError, InvariantError
 from opengyre.core.types import Role, Row
 from opengyre.model.decoder import DecoderConfig, Parameters, init_parameters
 from opengyre.model.weights import write_tensors
-from opengyre.train.optimizer import OptimizerSettings
+from opengyre.train.optimizer import EPSILON, OptimizerSettings
 from opengyre.train.trainer import Trainer, batches_of, target_logprobs
 
 CONFIG = DecoderConfig(vocab_size=40, hidden_size=16, layers=2, heads=4, kv_heads=2, mlp_size=24, context_tokens=64)
@@ -194,7 +194,7 @@ def test_the_core_divides_by_the_executions_clips_and_steps_like_adamw(tmp_path)
     for name, tensor in one.gradient_sum(0).items():
         plain[name].grad = tensor / 4
     expected_norm = float(torch.nn.utils.clip_grad_norm_(plain.values(), 1.0))
-    torch.optim.AdamW(list(plain.values()), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0).step()
+    torch.optim.AdamW(list(plain.values()), lr=1e-2, betas=(0.9, 0.95), eps=EPSILON, weight_decay=0.0).step()
     assert not empty
     assert norm == pytest.approx(expected_norm, rel=1e-9)
     assert core.version == 1

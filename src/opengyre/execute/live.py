@@ -128,6 +128,7 @@ class LiveRunner:
             "kind": "execution",
             "folder": str(folder),
             "workspace": str(folder / "workspace"),
+            "workdir": str(task.options.get("workdir", "")),
             "log": str(folder / "harness.log"),
             "socket": str(socket_path),
             "sandbox": self._isolation.kind,

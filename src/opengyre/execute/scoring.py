@@ -52,10 +52,10 @@ class SandboxedEvaluator:
     def __init__(
         self, server: ForkServer, scratch: Path, *, workers: int, isolation: Isolation, memory_bytes: int
     ) -> None:
-        self._server = server
+        self.server = server
         self._scratch = scratch
         self._room = asyncio.Semaphore(workers)
-        self._isolation = isolation
+        self.isolation = isolation
         self._memory_bytes = memory_bytes
         self._known: dict[str, GradeResult] = {}
         self._number = 0
@@ -94,7 +94,7 @@ class SandboxedEvaluator:
         name = f"grading-{os.getpid()}-{self._number}"
         result_path = self._scratch / f"{name}.json"
         try:
-            status = await self._server.launch(self._order(name, task, workspace, result_path, is_freezing))
+            status = await self.server.launch(self._order(name, task, workspace, result_path, is_freezing))
             if status is None or not result_path.exists():
                 return GradeResult(error=f"the grading process ended with {status} and no result")
             return msgspec.json.decode(result_path.read_bytes(), type=GradeResult)
@@ -114,9 +114,9 @@ class SandboxedEvaluator:
             "log": str(self._scratch / "grading.log"),
             "hidden_files": task.hidden_files,
             "limit_s": task.scoring_limit_s,
-            "sandbox": self._isolation.kind,
-            "control_group": self._isolation.has_control_groups,
-            "user": self._server.next_user(),
+            "sandbox": self.isolation.kind,
+            "control_group": self.isolation.has_control_groups,
+            "user": self.server.next_user(),
             "memory_bytes": self._memory_bytes,
         }
 

@@ -12,17 +12,20 @@ from typing import Any
 import msgspec
 from rich.table import Table
 
+from opengyre.core.config import decode_config
 from opengyre.core.errors import FileError, InputError
 from opengyre.core.types import NoArtifact, Outcome, Scored, Task
 from opengyre.execute.isolation import choose_isolation
 from opengyre.execute.launcher import ForkServer
+from opengyre.execute.live import HarnessPlan, LiveRunner
 from opengyre.execute.scoring import SandboxedEvaluator
 from opengyre.report.console import console
 from opengyre.tasks.checked import write_check
 from opengyre.tasks.folder import MINIREPO, located_tasks, read_task, read_tasks
 from opengyre.tasks.gate import EMPTY_RUNS, REFERENCE_RUNS, GateVerdict, judge
+from opengyre.tasks.nl2repo import DOCUMENT, describe, is_nl2repo
 from opengyre.tasks.references import reference_of, write_files
-from opengyre.tasks.repo import freeze, make_repo
+from opengyre.tasks.repo import freeze, make_described, make_repo
 
 MEMORY_BYTES = 2 * 1024**3
 
@@ -39,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     score.add_argument("workspace", type=Path, metavar="WORKSPACE")
     score.add_argument("--json", action="store_true", help="print one JSON object")
     make = actions.add_parser("make-repo", help="make a repo task from a descriptor and its source archive")
-    make.add_argument("descriptor", type=Path, metavar="TASK_JSON")
+    make.add_argument("descriptor", type=Path, metavar="TASK_JSON", help="a descriptor, or an NL2RepoBench folder")
+    make.add_argument("--archive", type=Path, metavar="FILE", help="source archive, with an NL2RepoBench folder")
     make.add_argument("--document", type=Path, metavar="FILE", help="what the agent reads (default: the readme)")
     make.add_argument("--out", type=Path, required=True, metavar="DIR")
     make.add_argument("--json", action="store_true", help="print one JSON object")
@@ -166,13 +170,27 @@ def _check(located: Sequence[tuple[Path | None, Task]], *, is_json: bool) -> int
 
 
 def _make(arguments: argparse.Namespace) -> int:
-    task = make_repo(arguments.descriptor, arguments.out, document=arguments.document)
+    task = _made(arguments)
     frozen = asyncio.run(_with_evaluator(lambda evaluator: freeze_task(evaluator, task, arguments.out)))
     if arguments.json:
         _print_json(_summary(frozen))
     else:
         console().print(f"{arguments.out}: {len(frozen.test_ids)} tests frozen from the reference", soft_wrap=True)
     return 0
+
+
+def _made(arguments: argparse.Namespace) -> Task:
+    source, document = arguments.descriptor, arguments.document
+    if not is_nl2repo(source):
+        if arguments.archive is not None:
+            raise InputError("--archive: expected only with an NL2RepoBench folder; a descriptor names its archive")
+        return make_repo(source, arguments.out, document=document)
+    if arguments.archive is None:
+        raise InputError(f"{source}: its hidden tests are not in the benchmark; expected --archive FILE, the library")
+    descriptor = describe(source, arguments.archive)
+    return make_described(
+        descriptor, arguments.archive, arguments.out, named=str(source), document=document or source / DOCUMENT
+    )
 
 
 async def freeze_task(evaluator: SandboxedEvaluator, task: Task, folder: Path) -> Task:
@@ -211,7 +229,7 @@ async def check_task(evaluator: SandboxedEvaluator, task: Task) -> GateVerdict:
         empty = write_files(Path(scratch) / "empty", {})
         reference = write_files(Path(scratch) / "reference", reference_of(task))
         if task.format == "harbor":
-            reference = await _solved(task, reference)
+            reference = await _solved(evaluator, task, Path(scratch))
         runs = [await _reward(evaluator, task, empty) for _ in range(EMPTY_RUNS)]
         good = [await _reward(evaluator, task, reference) for _ in range(REFERENCE_RUNS)]
     return judge(task.task_id, total=len(task.test_ids), empty=runs, reference=good)
@@ -228,16 +246,17 @@ async def _reward(evaluator: SandboxedEvaluator, task: Task, workspace: Path) ->
     return passed / len(task.test_ids) if task.test_ids else 0.0
 
 
-async def _solved(task: Task, workspace: Path) -> Path:
-    """Run a Harbor task's solution in the workspace; what it needs and lacks shows in the reward."""
-    if (workspace / "solve.sh").exists():
-        script = (workspace / "solve.sh").read_text()
-        (workspace / "solve.sh").unlink()
-        process = await asyncio.create_subprocess_exec(
-            "/bin/bash", "-c", script, cwd=workspace, stdin=asyncio.subprocess.DEVNULL
-        )
-        await process.wait()
-    return workspace
+async def _solved(evaluator: SandboxedEvaluator, task: Task, folder: Path) -> Path:
+    """Run a Harbor task's solution in a sandbox; what it needs and lacks shows in the reward."""
+    solution = reference_of(task)
+    script = solution.pop("solve.sh", "true")
+    limit_s = task.scoring_limit_s
+    config = decode_config({"harness": {"timeout_s": limit_s, "overall_timeout_s": 2 * limit_s}})
+    plan = HarnessPlan(module="", command=("/bin/bash", "-c", script), environment={}, settings={})
+    runner = LiveRunner(config, folder, evaluator.server, plan, isolation=evaluator.isolation)
+    replace = msgspec.structs.replace
+    await runner.run("solution", replace(task, files={**task.files, **solution}), folder / "nobody")
+    return runner.workspace("solution")
 
 
 def refuse_image(task: Task) -> None:

@@ -94,16 +94,25 @@ def make_repo(descriptor_path: Path, out: Path, *, document: Path | None = None)
     Raises:
         FileError: Descriptor or archive is not what it says, or ``out`` is not new.
     """
-    if out.exists() and any(out.iterdir()):
-        raise FileError(f"{out}: exists already; name a new folder")
     descriptor = _read_descriptor(descriptor_path)
     archive = descriptor_path.parent / descriptor.reference_sdist
-    files = _unpacked(archive, descriptor.sha256)
+    return make_described(descriptor, archive, out, named=str(descriptor_path), document=document)
+
+
+def make_described(descriptor: Descriptor, archive: Path, out: Path, *, named: str, document: Path | None) -> Task:
+    """Make the folder of a repo task from a decoded descriptor; ``named`` says in errors where that came from.
+
+    Raises:
+        FileError: As ``make_repo``.
+    """
+    if out.exists() and any(out.iterdir()):
+        raise FileError(f"{out}: exists already; name a new folder")
+    files = unpacked(archive, descriptor.sha256)
     hidden = {name: data for name, data in files.items() if _is_below(name, descriptor.hidden_paths)}
     source = {name: data for name, data in files.items() if _is_below(name, descriptor.source_paths)}
     if not hidden or not source:
         missing = "hidden_paths" if not hidden else "source_paths"
-        raise FileError(f"{descriptor_path}: {missing}: nothing in {archive.name} lies there")
+        raise FileError(f"{named}: {missing}: nothing in {archive.name} lies there")
     out.mkdir(parents=True, exist_ok=True)
     try:
         _write(out / "hidden", {name: data for name, data in hidden.items() if name not in source})
@@ -133,7 +142,7 @@ def _read_descriptor(path: Path) -> Descriptor:
         raise FileError(f"{path}: not a descriptor of a repo task: {error}") from error
 
 
-def _unpacked(archive: Path, sha256: str) -> dict[str, bytes]:
+def unpacked(archive: Path, sha256: str) -> dict[str, bytes]:
     """Return the regular files of a source archive without its first folder."""
     try:
         data = archive.read_bytes()

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from opengyre.model.decoder import Parameters
 
-_EPS = 1e-8
+EPSILON = 1e-5
+"""Added to the root of the second moment.
+
+Choice: not 1e-8. With tied embeddings a negative advantage pushes every other token of the vocabulary up by a little,
+and Adam makes full steps of that wherever nothing else moves a weight. In the embedded job an entropy that rose to 1.0
+within 13 steps stayed at 0.2 with 1e-4, same seed and warm start; 1e-5 damps less and learns faster.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +60,7 @@ class AdamW:
         torch._foreach_addcmul_(self._squares, values, values, 1 - settings.beta2)
         scales = torch._foreach_sqrt(self._squares)
         torch._foreach_div_(scales, (1 - settings.beta2**self.steps) ** 0.5)
-        torch._foreach_add_(scales, _EPS)
+        torch._foreach_add_(scales, EPSILON)
         rate *= settings.learning_rate / (1 - settings.beta1**self.steps)
         torch._foreach_addcdiv_(self._parameters, self._means, scales, -rate)
 

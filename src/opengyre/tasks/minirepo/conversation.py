@@ -20,7 +20,9 @@ MAIN_ROOM_TOKENS = 22
 MAX_CALLS = 20
 MAX_MAIN_TURNS = 10
 MAX_SUB_TURNS = 6
-MAX_MALFORMED = 4
+MAX_MALFORMED = 12
+"""Choice: high. An execution that ends early is short, and a short one weighs more a token: with 4 the tokens that good
+and bad executions share were pushed down on balance."""
 
 
 def _tool(name: str, *parameters: str) -> Tool:
