@@ -6,6 +6,7 @@ import os
 import select
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 from gyre_shim import landlock, processes, sandbox
 from gyre_shim.cgroup import ControlGroup
+from gyre_shim.container import Container
 from gyre_shim.quota import WATCH_S, QuotaWatch
 
 _STEERING = {
@@ -75,7 +77,7 @@ def _place_hidden(order: dict[str, Any], folder: str) -> None:
         os.makedirs(os.path.dirname(place), exist_ok=True)
         with open(place, "w", errors="surrogateescape") as file:
             file.write(text)
-    if order["sandbox"] != "none" and os.getuid() == 0:
+    if order["sandbox"] in ("namespaces", "landlock") and os.getuid() == 0:
         if order["sandbox"] == "landlock":
             order["user"] = landlock.fitting_user(order["user"], (*_readable(order), folder))
         sandbox.give(tuple(f"{folder}/{top}" for top in ("work", "logs", "home")), order["user"])
@@ -113,6 +115,12 @@ def copy_workspace(source: str, target: str) -> tuple[int, list[str]]:
 
 def _graded(order: dict[str, Any], folder: str, group: ControlGroup | None) -> dict[str, Any]:
     """Run the grader in the sandbox and return its result, read through a pipe."""
+    if order["sandbox"] == "container":
+        try:
+            status = _run_in_container(order, folder)
+        except sandbox.SandboxError as error:
+            return {"error": str(error)}
+        return _script_result(f"{folder}/logs/verifier/reward.txt", status)
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -138,6 +146,27 @@ def _graded(order: dict[str, Any], folder: str, group: ControlGroup | None) -> d
         return {"error": f"the grader ended with {os.waitstatus_to_exitcode(status)} and no result"}
     result: dict[str, Any] = json.loads(text)
     return result
+
+
+def _run_in_container(order: dict[str, Any], folder: str) -> int:
+    """Run the task's test script in its image; returns the script's status, 124 if its time was up."""
+    if order["grader"] != "script":
+        raise sandbox.SandboxError(
+            f"the grader {order['grader']} does not run in a container, only a task's own script"
+        )
+    _make_logs(folder)
+    workdir = order["workdir"]
+    mounts = {f"{folder}/work": workdir, f"{folder}/tests": "/tests", f"{folder}/logs": "/logs"}
+    limits = {**order, "processes": PROCESSES}
+    container = Container(limits, mounts, workdir)
+    try:
+        container.start()
+        words = container.command(["/bin/bash", "/tests/test.sh"], {"HOME": "/tmp", **order["environment"]})
+        return subprocess.run(words, stdin=subprocess.DEVNULL, timeout=order["limit_s"]).returncode
+    except subprocess.TimeoutExpired:
+        return 124
+    finally:
+        container.remove()
 
 
 def _listened(reading: int, child: int, watched: str | None) -> tuple[bytes, bool]:

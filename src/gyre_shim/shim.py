@@ -19,6 +19,7 @@ from typing import Any
 
 from gyre_shim import landlock, processes, sandbox
 from gyre_shim.cgroup import ControlGroup
+from gyre_shim.container import Container
 from gyre_shim.forward import Forwarder
 from gyre_shim.quota import QuotaWatch
 
@@ -35,23 +36,29 @@ def run(order: dict[str, Any]) -> int:
     folder = order["folder"]
     _write_json(f"{folder}/shim.json", {"pid": os.getpid(), "started": time.time(), "id": order["id"]})
     group: ControlGroup | None = None
+    container: Container | None = None
     try:
         if order["sandbox"] == "namespaces":
             sandbox.enter_namespaces()
         else:
             processes.adopt_orphans()
         if order["control_group"]:
-            group = ControlGroup(
-                f"{order['id']}-{os.getpid()}", memory_bytes=order["memory_bytes"], processes=order["processes"]
-            )
+            name = f"{order['id']}-{os.getpid()}"
+            group = ControlGroup(name, memory_bytes=order["memory_bytes"], processes=order["processes"])
+        if order["sandbox"] == "container":
+            container = Container(order, {order["workspace"]: order["workdir"]}, order["workdir"])
+            container.start()
         listener = socket.create_server(("127.0.0.1", 0), backlog=64)
-        harness = _start_harness(order, listener, group)
+        harness = _start_harness(order, listener, group, container)
     except (OSError, sandbox.SandboxError) as error:
-        if group is not None:
-            group.remove()
+        for limit in (container, group):
+            if limit is not None:
+                limit.remove()
         _write_json(f"{folder}/exit.json", {"status": None, "error": str(error), "timed_out": False, "calls": 0})
         return 1
     outcome = _Loop(order, listener, harness, started_s).run()
+    if container is not None:
+        container.remove()
     if order["sandbox"] != "namespaces":
         outcome["left_processes"] = processes.end_descendants()
     if group is not None:
@@ -69,9 +76,15 @@ def _write_json(path: str, value: dict[str, Any]) -> None:
     os.replace(path + ".part", path)
 
 
-def _start_harness(order: dict[str, Any], listener: socket.socket, group: ControlGroup | None) -> int:
+def _start_harness(
+    order: dict[str, Any], listener: socket.socket, group: ControlGroup | None, container: Container | None
+) -> int:
     """Fork the harness; with namespaces it is process 1 of its own."""
     port = listener.getsockname()[1]
+    base_url = f"http://127.0.0.1:{port}/v1"
+    if container is not None:
+        for name, text in _files(order, base_url).items():
+            container.write(f"{CONTAINER_HOME}/{name}", text)
     child = os.fork()
     if child:
         return child
@@ -81,8 +94,12 @@ def _start_harness(order: dict[str, Any], listener: socket.socket, group: Contro
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if group is not None:
             group.join()
+        if container is not None:
+            os.setsid()
+            words = container.command(_command(order, base_url), _environment(order, base_url, CONTAINER_HOME))
+            os.execvp(words[0], words)
         home = _ENTER[order["sandbox"]](order, port)
-        status = _run_harness(order, f"http://127.0.0.1:{port}/v1", home)
+        status = _run_harness(order, base_url, home)
     finally:
         if sys.exc_info()[0] is not None:
             traceback.print_exc()
@@ -171,13 +188,20 @@ def _filled(text: str, values: dict[str, str]) -> str:
     return text
 
 
-def _run_harness(order: dict[str, Any], base_url: str, home: str) -> int:
-    """Call a Python harness in this process, or execute a command."""
-    values = {"{base_url}": base_url, "{origin}": base_url.removesuffix("/v1")}
-    environment = {
+CONTAINER_HOME = "/tmp"
+
+
+def _values(base_url: str) -> dict[str, str]:
+    return {"{base_url}": base_url, "{origin}": base_url.removesuffix("/v1")}
+
+
+def _environment(order: dict[str, Any], base_url: str, home: str) -> dict[str, str]:
+    """Return the harness's environment: nothing of this process's own."""
+    values = _values(base_url)
+    return {
         "HOME": home,
-        "TMPDIR": "/tmp" if order["sandbox"] == "namespaces" else home,
-        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "TMPDIR": "/tmp" if order["sandbox"] in ("namespaces", "container") else home,
+        "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
         "LANG": "C.UTF-8",
         "TZ": "UTC",
         "OPENAI_BASE_URL": base_url,
@@ -186,13 +210,25 @@ def _run_harness(order: dict[str, Any], base_url: str, home: str) -> int:
         **_pinned_date(order["day"]),
         **{key: _filled(value, values) for key, value in order["environment"].items()},
     }
+
+
+def _files(order: dict[str, Any], base_url: str) -> dict[str, str]:
+    return {name: _filled(text, _values(base_url)) for name, text in order["files"].items()}
+
+
+def _command(order: dict[str, Any], base_url: str) -> list[str]:
+    values = {**_values(base_url), "{instruction}": order["instruction"]}
+    return [_filled(part, values) for part in order["command"]]
+
+
+def _run_harness(order: dict[str, Any], base_url: str, home: str) -> int:
+    """Call a Python harness in this process, or execute a command."""
     if order["module"]:
         module = importlib.import_module(order["module"])
         return int(module.run(base_url=base_url, workspace=os.getcwd(), settings=order["settings"]))
-    _write_files(home, {name: _filled(text, values) for name, text in order["files"].items()})
-    values["{instruction}"] = order["instruction"]
-    command = [_filled(part, values) for part in order["command"]]
-    os.execvpe(command[0], command, environment)
+    _write_files(home, _files(order, base_url))
+    command = _command(order, base_url)
+    os.execvpe(command[0], command, _environment(order, base_url, home))
     return 127
 
 

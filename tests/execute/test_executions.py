@@ -261,11 +261,11 @@ async def test_a_heap_of_empty_files_fills_a_workspace_too(bench):
     script = """
 import time
 ask()
-for number in range(60000):
+for number in range(6000):
     open(f"file{number}", "w").close()
 time.sleep(30)
 """
-    end = await bench.run(script, disk_bytes=8 << 20)
+    end = await bench.run(script, disk_bytes=1 << 20)
     assert end.disk_full
 
 

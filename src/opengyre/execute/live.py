@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 
 from opengyre.core.config import Config
-from opengyre.core.errors import HarnessError
+from opengyre.core.errors import HarnessError, SandboxError
 from opengyre.core.types import Delivered, Task
+from opengyre.execute.container import ImageStore
 from opengyre.execute.isolation import Isolation
 from opengyre.execute.launcher import ForkServer, wait_for_file
 
@@ -77,6 +78,7 @@ class LiveRunner:
         server: Fork server.
         plan: The harness.
         isolation: How harnesses are confined.
+        images: Images of tasks that name one; None: there is no engine and no such task.
         day: Day that a harness with a pinned date is shown, ISO 8601.
     """
 
@@ -88,6 +90,7 @@ class LiveRunner:
         plan: HarnessPlan,
         *,
         isolation: Isolation,
+        images: ImageStore | None = None,
         day: str = "",
     ) -> None:
         self._config = config
@@ -95,6 +98,7 @@ class LiveRunner:
         self._server = server
         self._plan = plan
         self._isolation = isolation
+        self._images = images
         self._day = day if plan.pin_date else ""
 
     def workspace(self, execution_id: str) -> Path:
@@ -109,8 +113,11 @@ class LiveRunner:
             SandboxError: Nothing can be started.
         """
         folder = self._folder / execution_id
-        user = self._server.next_user()
-        _prepare(folder, task, user)
+        user = 0 if task.image is not None else self._server.next_user()
+        if task.image is not None:
+            await asyncio.to_thread(_prepare, folder, task, user, self._images)
+        else:
+            _prepare(folder, task, user, None)
         status = await self._server.launch(self._order(execution_id, task, socket_path, user))
         exit_file = folder / "exit.json"
         if status is None:
@@ -128,11 +135,9 @@ class LiveRunner:
             "kind": "execution",
             "folder": str(folder),
             "workspace": str(folder / "workspace"),
-            "workdir": str(task.options.get("workdir", "")),
             "log": str(folder / "harness.log"),
             "socket": str(socket_path),
-            "sandbox": self._isolation.kind,
-            "control_group": self._isolation.has_control_groups,
+            **sandbox_of(task, self._isolation, self._images),
             "shown": list(self._plan.shown),
             "user": user,
             "module": self._plan.module,
@@ -225,12 +230,34 @@ def live_shims(executions: Path) -> list[tuple[str, ShimMark]]:
     return found
 
 
-def _prepare(folder: Path, task: Task, user: int) -> None:
+def sandbox_of(task: Task, isolation: Isolation, images: ImageStore | None) -> dict[str, Any]:
+    """Return the part of an order that says how it is confined; the image of a task comes before the machine's way.
+
+    Raises:
+        SandboxError: The task needs an image and there is no engine.
+    """
+    workdir = str(task.options.get("workdir", ""))
+    if task.image is None:
+        return {"sandbox": isolation.kind, "control_group": isolation.has_control_groups, "workdir": workdir}
+    if images is None:
+        raise SandboxError(f"{task.task_id}: needs the image {task.image}, and no container engine answers here")
+    return {
+        "sandbox": "container",
+        "control_group": False,
+        "workdir": workdir or "/app",
+        "engine": images.engine,
+        "image": images.image_of(task),
+    }
+
+
+def _prepare(folder: Path, task: Task, user: int, images: ImageStore | None) -> None:
     """Make the workspace anew with the task's files, owned by the sandbox's user."""
     shutil.rmtree(folder, ignore_errors=True)
     workspace = folder / "workspace"
     workspace.mkdir(parents=True)
     (folder / "root").mkdir()
+    if images is not None:
+        images.fill(task, workspace)
     for name, text in task.files.items():
         path = workspace / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,8 +14,10 @@ import msgspec
 
 from opengyre.core.errors import SandboxError
 from opengyre.core.types import EvaluationFailed, NoArtifact, Outcome, Scored, Task
+from opengyre.execute.container import ImageStore
 from opengyre.execute.isolation import Isolation
 from opengyre.execute.launcher import ForkServer
+from opengyre.execute.live import sandbox_of
 
 
 class GradeResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,15 +49,24 @@ class SandboxedEvaluator:
         workers: Gradings at once.
         isolation: How graders are confined.
         memory_bytes: Limit of a candidate's process.
+        images: Images of tasks that name one.
     """
 
     def __init__(
-        self, server: ForkServer, scratch: Path, *, workers: int, isolation: Isolation, memory_bytes: int
+        self,
+        server: ForkServer,
+        scratch: Path,
+        *,
+        workers: int,
+        isolation: Isolation,
+        memory_bytes: int,
+        images: ImageStore | None = None,
     ) -> None:
         self.server = server
         self._scratch = scratch
         self._room = asyncio.Semaphore(workers)
         self.isolation = isolation
+        self.images = images
         self._memory_bytes = memory_bytes
         self._known: dict[str, GradeResult] = {}
         self._number = 0
@@ -105,6 +116,7 @@ class SandboxedEvaluator:
 
     def _order(self, name: str, task: Task, workspace: Path, result_path: Path, is_freezing: bool) -> dict[str, Any]:
         return {
+            **sandbox_of(task, self.isolation, self.images),
             **_grader_order(task, is_freezing=is_freezing),
             "id": name,
             "kind": "grading",
@@ -114,8 +126,6 @@ class SandboxedEvaluator:
             "log": str(self._scratch / "grading.log"),
             "hidden_files": task.hidden_files,
             "limit_s": task.scoring_limit_s,
-            "sandbox": self.isolation.kind,
-            "control_group": self.isolation.has_control_groups,
             "user": self.server.next_user(),
             "memory_bytes": self._memory_bytes,
         }
@@ -131,7 +141,7 @@ def _grader_order(task: Task, *, is_freezing: bool) -> dict[str, Any]:
         return {"grader": "functions", "test_files": sorted(task.hidden_files)}
     if task.format == "harbor":
         options = task.options
-        return {"grader": "script", "workdir": options["workdir"], "environment": options["environment"]}
+        return {"grader": "script", "environment": options["environment"]}
     supervisor = Path(importlib.util.find_spec("gyre_grade").origin or "").parent / "pytest_grade.py"  # type: ignore[union-attr]
     return {
         "grader": "pytest",
@@ -183,7 +193,8 @@ def outcome_of(task: Task, result: GradeResult, *, timed_out: bool) -> Outcome:
 def _fingerprint(task: Task, workspace: Path) -> str:
     """Return a hash of task and workspace files."""
     digest = hashlib.blake2b(task.task_id.encode(), digest_size=16)
-    digest.update(msgspec.json.encode((task.test_ids, task.grader), order="deterministic"))
+    frozen = (task.test_ids, task.grader, task.hidden_files, task.image)
+    digest.update(msgspec.json.encode(frozen, order="deterministic"))
     for path in sorted(workspace.rglob("*")):
         if path.is_file() and not path.is_symlink():
             digest.update(path.relative_to(workspace).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")

@@ -19,6 +19,7 @@ from opengyre.core.cells import WeightsRef
 from opengyre.core.config import Config
 from opengyre.core.events import Event
 from opengyre.core.records import RunRecord
+from opengyre.execute.container import ImageStore, find_engine
 from opengyre.execute.harness import harness_plan, load_harness
 from opengyre.execute.isolation import choose_isolation
 from opengyre.execute.launcher import ForkServer
@@ -35,7 +36,7 @@ from opengyre.run.execution_desk import ExecutionDesk
 from opengyre.run.folder import RunFolder
 from opengyre.run.groups import GroupBook
 from opengyre.run.router import CellRouter
-from opengyre.run.task_source import task_source
+from opengyre.run.task_source import MINIREPO, task_source
 from opengyre.run.training_desk import TrainingDesk
 from opengyre.run.warmstart import TOKENIZER
 from opengyre.schedule.scheduler import Scheduler
@@ -203,8 +204,16 @@ def build_executions(
     """Return the desk of the executions: proxy, harness, sandbox, scoring."""
     config = folder.config
     isolation = choose_isolation(config.sandbox.kind)
+    engine = None if config.tasks.source == MINIREPO else find_engine()
+    images = ImageStore(engine, folder.path / "images") if engine is not None else None
     runner = LiveRunner(
-        config, folder.executions, server, harness_plan(config), isolation=isolation, day=first_day(ledger)
+        config,
+        folder.executions,
+        server,
+        harness_plan(config),
+        isolation=isolation,
+        images=images,
+        day=first_day(ledger),
     )
     renderer = EmbeddedRenderer(EmbeddedTokenizer.load(folder.path / TOKENIZER))
     proxy = Proxy(
@@ -220,6 +229,7 @@ def build_executions(
         workers=config.evaluation.workers,
         isolation=isolation,
         memory_bytes=config.sandbox.memory_bytes,
+        images=images,
     )
     return ExecutionDesk(
         config=config,

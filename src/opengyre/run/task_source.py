@@ -7,6 +7,7 @@ from random import Random
 from opengyre.core.config import Config
 from opengyre.core.errors import ConfigError, InputError
 from opengyre.core.types import Kind, Task
+from opengyre.execute.container import require_engine
 from opengyre.schedule.roster import EVALUATION_STRIDE
 from opengyre.tasks.checked import why_unchecked
 from opengyre.tasks.folder import located_tasks
@@ -76,12 +77,10 @@ def accepted_tasks(source: str, *, allows_unchecked: bool) -> list[Task]:
     """Return the tasks of a folder, or refuse the first that a run should not use.
 
     Raises:
-        InputError: A task needs an image, or the gate did not accept it.
+        InputError: A task needs an image and no engine answers, or the gate did not accept it.
     """
     tasks = []
     for folder, task in located_tasks(Path(source)):
-        if task.image is not None:
-            raise InputError(f"{task.task_id}: needs the image {task.image}, and no container engine answers here")
         reason = "" if allows_unchecked else why_unchecked(folder, task)
         if reason:
             raise InputError(
@@ -89,4 +88,5 @@ def accepted_tasks(source: str, *, allows_unchecked: bool) -> list[Task]:
                 "configuration"
             )
         tasks.append(task)
+    require_engine(tasks)
     return tasks

@@ -15,6 +15,7 @@ from rich.table import Table
 from opengyre.core.config import decode_config
 from opengyre.core.errors import FileError, InputError
 from opengyre.core.types import NoArtifact, Outcome, Scored, Task
+from opengyre.execute.container import ImageStore, find_engine, require_engine
 from opengyre.execute.isolation import choose_isolation
 from opengyre.execute.launcher import ForkServer
 from opengyre.execute.live import HarnessPlan, LiveRunner
@@ -103,8 +104,9 @@ def _show(tasks: Sequence[Task], *, is_json: bool) -> int:
 def _score(task: Task, workspace: Path, *, is_json: bool) -> int:
     if not workspace.is_dir():
         raise FileError(f"{workspace}: no such folder; expected a workspace")
-    refuse_image(task)
-    outcome = asyncio.run(_with_evaluator(lambda evaluator: evaluator.evaluate(task, workspace, timed_out=False)))
+    require_engine([task])
+    work = _with_evaluator(lambda evaluator: evaluator.evaluate(task, workspace, timed_out=False), [task])
+    outcome = asyncio.run(work)
     row = outcome_row(outcome)
     if is_json:
         _print_json(row)
@@ -143,7 +145,7 @@ def _located(source: str) -> list[tuple[Path | None, Task]]:
 
 def _check(located: Sequence[tuple[Path | None, Task]], *, is_json: bool) -> int:
     tasks = [task for _, task in located]
-    verdicts = asyncio.run(_with_evaluator(lambda evaluator: check_all(evaluator, tasks)))
+    verdicts = asyncio.run(_with_evaluator(lambda evaluator: check_all(evaluator, tasks), tasks))
     for (folder, task), verdict in zip(located, verdicts, strict=True):
         if folder is not None:
             write_check(folder, task, verdict)
@@ -171,7 +173,7 @@ def _check(located: Sequence[tuple[Path | None, Task]], *, is_json: bool) -> int
 
 def _make(arguments: argparse.Namespace) -> int:
     task = _made(arguments)
-    frozen = asyncio.run(_with_evaluator(lambda evaluator: freeze_task(evaluator, task, arguments.out)))
+    frozen = asyncio.run(_with_evaluator(lambda evaluator: freeze_task(evaluator, task, arguments.out), [task]))
     if arguments.json:
         _print_json(_summary(frozen))
     else:
@@ -220,7 +222,7 @@ async def check_all(evaluator: SandboxedEvaluator, tasks: Sequence[Task]) -> lis
 
 async def check_task(evaluator: SandboxedEvaluator, task: Task) -> GateVerdict:
     """Run the control runs of a task and return the verdict."""
-    if task.image is not None:
+    if task.image is not None and evaluator.images is None:
         reason = f"the grader does not work here: it needs the image {task.image} and no container engine answers"
         return GateVerdict(
             task_id=task.task_id, is_accepted=False, reason=reason, total=len(task.test_ids), empty=None, reference=None
@@ -253,31 +255,24 @@ async def _solved(evaluator: SandboxedEvaluator, task: Task, folder: Path) -> Pa
     limit_s = task.scoring_limit_s
     config = decode_config({"harness": {"timeout_s": limit_s, "overall_timeout_s": 2 * limit_s}})
     plan = HarnessPlan(module="", command=("/bin/bash", "-c", script), environment={}, settings={})
-    runner = LiveRunner(config, folder, evaluator.server, plan, isolation=evaluator.isolation)
+    runner = LiveRunner(config, folder, evaluator.server, plan, isolation=evaluator.isolation, images=evaluator.images)
     replace = msgspec.structs.replace
     await runner.run("solution", replace(task, files={**task.files, **solution}), folder / "nobody")
     return runner.workspace("solution")
 
 
-def refuse_image(task: Task) -> None:
-    """Refuse a task that needs an image: no container engine is driven by this version.
-
-    Raises:
-        InputError: The task names an image.
-    """
-    if task.image is not None:
-        raise InputError(f"{task.task_id}: needs the image {task.image}, and no container engine answers here")
-
-
-async def _with_evaluator(work: Any) -> Any:  # noqa: ANN401 - returns what the work returns
+async def _with_evaluator(work: Any, tasks: Sequence[Task]) -> Any:  # noqa: ANN401 - returns what the work returns
     """Run work with an evaluator of its own and clean up behind it."""
     with tempfile.TemporaryDirectory(prefix="gyre-g") as scratch:
         folder = Path(scratch)
         folder.chmod(0o755)
         server = ForkServer(folder / "forkserver.log")
         await server.start()
+        engine = find_engine() if any(task.image is not None for task in tasks) else None
+        images = ImageStore(engine, folder / "images") if engine is not None else None
+        isolation = choose_isolation("auto")
         evaluator = SandboxedEvaluator(
-            server, folder / "s", workers=2, isolation=choose_isolation("auto"), memory_bytes=MEMORY_BYTES
+            server, folder / "s", workers=2, isolation=isolation, memory_bytes=MEMORY_BYTES, images=images
         )
         try:
             return await work(evaluator)
