@@ -5,6 +5,7 @@ twice as a canary copy whose expected values nothing honest equals. A canary tha
 """
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -34,7 +35,7 @@ def grade(order: dict[str, Any], make_canary: MakeCanary) -> dict[str, Any]:
             that must fail in a canary copy; None while they are being found), ``needs``, ``limit_s``.
         make_canary: Source of a test file to its canary copy and the tests that must fail in it.
     """
-    missing = [name for name in order["needs"] if not _is_installed(name)]
+    missing = [lack for lack in map(what_lacks, order["needs"]) if lack]
     if missing:
         return {"error": f"the scoring environment lacks {', '.join(missing)}"}
     budget = Budget(order["limit_s"], runs=len(order["test_files"]) * (1 + CANARIES))
@@ -178,11 +179,29 @@ def _read(reading: int, child: subprocess.Popen[bytes], limit_s: float) -> tuple
     return lines, is_late
 
 
-def _is_installed(name: str) -> bool:
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        metadata.version(name)
-        return True
-    return False
+def what_lacks(need: str) -> str:
+    """Return what is wrong with a need, empty if it is met: ``name`` or ``name>=1.2``.
+
+    >>> what_lacks("pytest>=1"), what_lacks("pytest>=999").startswith("pytest>=999 (")
+    ('', True)
+    """
+    name, _, least = need.partition(">=")
+    try:
+        seen = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return need
+    return f"{need} ({seen} is installed)" if least and _numbers(seen) < _numbers(least) else ""
+
+
+def _numbers(version: str) -> list[int]:
+    """Return the leading numbers of a version."""
+    found = []
+    for part in version.split("."):
+        digits = "".join(itertools.takewhile(str.isdigit, part))
+        if not digits:
+            break
+        found.append(int(digits))
+    return found
 
 
 def _canary_maker() -> MakeCanary:
@@ -200,7 +219,7 @@ def main() -> int:
     """Grade by the order on standard input."""
     order = json.load(sys.stdin)
     versions = {"python": sys.version.split()[0]}
-    if _is_installed("pytest"):
+    if not what_lacks("pytest"):
         versions["pytest"] = metadata.version("pytest")
     sys.stdout.write(json.dumps({**grade(order, _canary_maker()), "versions": versions}))
     return 0

@@ -106,6 +106,10 @@ async def test_the_reference_freezes_its_tests_and_those_with_canaries(adder):
 
 async def test_the_gate_accepts_a_good_task_and_names_what_is_wrong_with_others(evaluator, adder, tmp_path):
     assert (await check_task(evaluator, adder)).is_accepted
+    newer = adder_task(tmp_path / "newer", needs=("pytest>=99",))
+    verdict = await check_task(evaluator, newer)
+    assert not verdict.is_accepted
+    assert "lacks pytest>=99 (" in verdict.reason
     lacking = adder_task(tmp_path / "lacking", needs=("pytest", "no-such-package"))
     verdict = await check_task(evaluator, lacking)
     assert not verdict.is_accepted

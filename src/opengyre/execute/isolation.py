@@ -9,7 +9,7 @@ import msgspec
 from opengyre.core.errors import SandboxError
 
 _TRIAL_S = 60
-_FIX = (
+FIX = (
     "allow user namespaces (sysctl -w kernel.apparmor_restrict_unprivileged_userns=0, or run as root), use Linux 6.7 "
     'or newer for Landlock, or write sandbox.kind = "none" in the configuration'
 )
@@ -53,7 +53,7 @@ def choose_isolation(wanted: Literal["auto", "bubblewrap", "landlock", "none"]) 
         if trial.works:
             return Isolation(kind=kind, has_control_groups=trial.control_groups)
         reasons.append(f"{kind}: {trial.reason}")
-    raise SandboxError(f"no sandbox works here ({'; '.join(reasons)}): {_FIX}")
+    raise SandboxError(f"no sandbox works here ({'; '.join(reasons)}): {FIX}")
 
 
 def try_isolation(kind: str) -> _Trial:

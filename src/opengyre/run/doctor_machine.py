@@ -10,6 +10,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from opengyre.execute.container import find_engine
+from opengyre.execute.isolation import FIX, try_isolation
 from opengyre.run.findings import Finding, State, bytes_in_words
 
 _TRIAL_S = 60
@@ -37,7 +39,8 @@ def machine_findings(folder: Path) -> list[Finding]:
         torch,
         cores,
         memory,
-        namespaces,
+        sandbox,
+        containers,
         user_namespaces,
         landlock,
         bubblewrap,
@@ -116,16 +119,23 @@ def _cgroup_limit_bytes() -> float:
     return float("inf")
 
 
-def namespaces() -> Finding:
-    """Return whether the shim can make the sandbox of an execution, by making one."""
-    said, reason = _try_python("from gyre_shim import sandbox; sandbox.enter_namespaces(); print('made')")
-    if said:
-        return Finding(name="sandbox", state=State.GOOD, seen="own mount, process, network and user: made one")
-    fix = (
-        "allow user namespaces (sysctl -w kernel.apparmor_restrict_unprivileged_userns=0, or run as root), or write "
-        'sandbox.kind = "none" in the configuration'
-    )
-    return Finding(name="sandbox", state=State.BAD, seen=reason, fix=fix)
+def sandbox() -> Finding:
+    """Return which sandbox a run would take here, by making one of each kind and trying to break out."""
+    trials = {kind: try_isolation(kind) for kind in ("namespaces", "landlock")}
+    working = [kind for kind, trial in trials.items() if trial.works]
+    if working:
+        return Finding(name="sandbox", state=State.GOOD, seen=f"{working[0]} (works here: {', '.join(working)})")
+    reasons = "; ".join(f"{kind}: {trial.reason}" for kind, trial in trials.items())
+    return Finding(name="sandbox", state=State.BAD, seen=reasons, fix=FIX)
+
+
+def containers() -> Finding:
+    """Return which container engine answers."""
+    engine = find_engine()
+    if engine is not None:
+        return Finding(name="containers", state=State.GOOD, seen=engine)
+    fix = "only tasks that name an image need docker or podman; they are refused by name"
+    return Finding(name="containers", state=State.NOTE, seen="no engine answers", fix=fix)
 
 
 def user_namespaces() -> Finding:

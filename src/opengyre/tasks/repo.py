@@ -118,11 +118,28 @@ def make_described(descriptor: Descriptor, archive: Path, out: Path, *, named: s
         _write(out / "hidden", {name: data for name, data in hidden.items() if name not in source})
         _write(out / "reference", {name: data for name, data in source.items() if name not in hidden})
         (out / "instruction.md").write_text(_document(descriptor, files, document))
-        (out / "task.toml").write_text(task_toml(descriptor, frozen={}))
+        needs = tuple(dict.fromkeys((*descriptor.needs, *pytest_needs(files))))
+        (out / "task.toml").write_text(task_toml(msgspec.structs.replace(descriptor, needs=needs), frozen={}))
     except BaseException:
         shutil.rmtree(out, ignore_errors=True)
         raise
     return read_repo(out)
+
+
+def pytest_needs(files: dict[str, bytes]) -> list[str]:
+    r"""Return the oldest pytest that an archive's own settings allow, as a need.
+
+    >>> pytest_needs({"pytest.ini": b"[pytest]\nminversion = 6.2\n"})
+    ['pytest>=6.2']
+    """
+    section = ""
+    for name in ("pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg"):
+        for line in files.get(name, b"").decode(errors="replace").splitlines():
+            section = line.strip() if line.startswith("[") else section
+            key, equals, value = line.partition("=")
+            if equals and key.strip() == "minversion" and "pytest" in section:
+                return ["pytest>=" + value.strip().strip("'\"")]
+    return []
 
 
 def freeze(folder: Path, *, tests: list[str], canaries: list[str], versions: dict[str, str]) -> None:
