@@ -137,7 +137,7 @@ class LiveRunner:
             "workspace": str(folder / "workspace"),
             "log": str(folder / "harness.log"),
             "socket": str(socket_path),
-            **sandbox_of(task, self._isolation, self._images),
+            **sandbox_of(task, self._isolation, self._images, is_light=bool(self._plan.module)),
             "shown": list(self._plan.shown),
             "user": user,
             "module": self._plan.module,
@@ -230,15 +230,22 @@ def live_shims(executions: Path) -> list[tuple[str, ShimMark]]:
     return found
 
 
-def sandbox_of(task: Task, isolation: Isolation, images: ImageStore | None) -> dict[str, Any]:
+def sandbox_of(task: Task, isolation: Isolation, images: ImageStore | None, *, is_light: bool) -> dict[str, Any]:
     """Return the part of an order that says how it is confined; the image of a task comes before the machine's way.
+
+    Choice: what runs inside the forked process (``is_light``) is limited process by process, by rlimits. A control group
+    of version 1 made an execution of the embedded job 20% dearer (0.23 to 0.28 core-seconds on a slow machine).
 
     Raises:
         SandboxError: The task needs an image and there is no engine.
     """
     workdir = str(task.options.get("workdir", ""))
     if task.image is None:
-        return {"sandbox": isolation.kind, "control_group": isolation.has_control_groups, "workdir": workdir}
+        return {
+            "sandbox": isolation.kind,
+            "control_group": isolation.has_control_groups and not is_light,
+            "workdir": workdir,
+        }
     if images is None:
         raise SandboxError(f"{task.task_id}: needs the image {task.image}, and no container engine answers here")
     return {

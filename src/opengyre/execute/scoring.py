@@ -116,7 +116,7 @@ class SandboxedEvaluator:
 
     def _order(self, name: str, task: Task, workspace: Path, result_path: Path, is_freezing: bool) -> dict[str, Any]:
         return {
-            **sandbox_of(task, self.isolation, self.images),
+            **sandbox_of(task, self.isolation, self.images, is_light=task.format == "minirepo"),
             **_grader_order(task, is_freezing=is_freezing),
             "id": name,
             "kind": "grading",
