@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 
 from opengyre.core.chat import Message, Tool, ToolCall
 from opengyre.core.errors import CallError
-from opengyre.proxy.dialects.parts import body_hash, compact, read_limit, read_object, read_objects, read_string
+from opengyre.proxy.dialects.parts import (
+    body_hash,
+    compact,
+    read_limit,
+    read_object,
+    read_objects,
+    read_stops,
+    read_string,
+)
 from opengyre.proxy.requests import ChatRequest, Json
 
 NAME = "gemini"
@@ -115,7 +123,7 @@ def parse_request(body: Json) -> ChatRequest:
         max_tokens=read_limit(config.get("maxOutputTokens"), "generationConfig.maxOutputTokens"),
         include_usage=True,
         truncated_law=mode == "any" or "responseSchema" in config or "responseJsonSchema" in config,
-        stop=tuple(str(each) for each in config.get("stopSequences") or ()),
+        stop=read_stops(config.get("stopSequences"), "generationConfig.stopSequences"),
         tool_choice="required" if mode == "any" else mode,
         body_hash=body_hash({**body, "generationConfig": {**config, "maxOutputTokens": None}}, ()),
     )

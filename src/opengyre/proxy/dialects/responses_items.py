@@ -97,7 +97,7 @@ class ItemReader:
         Raises:
             CallError: It is malformed, or of a type that this policy cannot read.
         """
-        kind = item.get("type") or "message"
+        kind = str(item.get("type") or "message")
         readers: dict[str, Callable[[Json, str], Message]] = {
             "message": _message,
             "reasoning": _reasoning,
