@@ -5,6 +5,9 @@ import json
 import msgspec
 import pytest
 
+from opengyre.core.types import Verdict
+from opengyre.trajectory.match import PathIndex
+
 SESSIONS = {
     "claude-code/s1d": 13,
     "claude-code/s2": 14,
@@ -156,3 +159,47 @@ def test_results_of_gemini_find_their_calls_with_and_without_ids(made):
             elif message.role == "tool":
                 assert message.tool_call_id in waiting
                 waiting.remove(message.tool_call_id)
+
+
+REWRITES = {
+    "gemini-cli/s1d": 5,
+    "pi/s2": 2,
+    "smolagents/s1": 3,
+}
+"""Calls before whose end the harness itself rewrote an answer: dropped thoughts, repaired JSON, calls told as text."""
+
+
+def raw_history(line):
+    """Return the messages as captured, without the cache marks that move from call to call."""
+    body = line["request"]
+    history = body.get("messages") or body.get("input") or body.get("contents")
+    text = json.dumps(history if isinstance(history, list) else [history])
+    return json.loads(text.replace(', "cache_control": {"type": "ephemeral"}', ""))
+
+
+def appends(line, answered):
+    """Whether a request repeats a whole earlier request under the same tools and goes on: by its JSON alone."""
+    history, tools = raw_history(line), line["request"].get("tools")
+    return any(
+        earlier["request"].get("tools") == tools
+        and len(raw_history(earlier)) < len(history)
+        and history[: len(raw_history(earlier))] == raw_history(earlier)
+        and any(message.get("role") in ("assistant", "model") or "type" in message for message in history[1:])
+        for earlier in answered
+    )
+
+
+@pytest.mark.parametrize("name", SESSIONS)
+def test_a_call_that_only_appends_is_restored_unless_the_harness_rewrote_an_answer(made, name):
+    index, answered, verdicts = PathIndex(), [], []
+    for dialect, line in made.read_capture(name):
+        request = dialect.parse_request(line["request"])
+        match = index.match(request.messages, request.tools)
+        if appends(line, answered):
+            verdicts.append(match.verdict)
+        if line["status"] == 200:
+            answered.append(line)
+            index.add(str(line["n"]), match.keys, dialect.parse_response(line["response"]))
+    rewritten = REWRITES.get(name, 0)
+    assert verdicts.count(Verdict.REWRITTEN) == rewritten
+    assert verdicts.count(Verdict.RESTORED) == len(verdicts) - rewritten > 0
