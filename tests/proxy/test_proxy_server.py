@@ -202,6 +202,165 @@ async def test_a_request_that_cuts_the_law_down_is_served_and_recorded_as_trunca
     assert served.ledger.read_calls("e")[0].sampling.law is SamplingLaw.TRUNCATED
 
 
+ANTHROPIC_TOOLS = [{"name": "write", "input_schema": TOOLS[0]["function"]["parameters"]}]
+RESPONSES_TOOLS = [{"type": "function", **TOOLS[0]["function"]}]
+
+
+async def post(client: aiohttp.ClientSession, path: str, body: dict, headers: dict | None = None):
+    async with client.post(f"http://proxy{path}", json=body, headers=headers) as response:
+        return response.status, await response.json()
+
+
+async def test_an_anthropic_history_that_comes_back_is_restored(served):
+    served.engine.answer = write_amber
+    client = await served.open()
+    body = {"messages": [USER], "tools": ANTHROPIC_TOOLS, "max_tokens": 50}
+    _, first = await post(client, "/v1/messages", body)
+    (block,) = first["content"]
+    result = {"type": "tool_result", "tool_use_id": block["id"], "content": "saved"}
+    history = [USER, {"role": "assistant", "content": [block]}, {"role": "user", "content": [result]}]
+    _, second = await post(client, "/v1/messages", {**body, "messages": history})
+    calls = served.ledger.read_calls("e")
+    assert [call.verdict for call in calls] == [Verdict.RENDERED, Verdict.RESTORED]
+    assert [call.dialect for call in calls] == ["anthropic", "anthropic"]
+    assert second["usage"]["input_tokens"] == calls[1].context_tokens
+    assert second["stop_reason"] == "tool_use"
+
+
+async def test_a_responses_history_that_comes_back_is_restored(served):
+    served.engine.answer = write_amber
+    client = await served.open()
+    body = {"input": [USER], "tools": RESPONSES_TOOLS}
+    _, first = await post(client, "/v1/responses", body)
+    (item,) = first["output"]
+    result = {"type": "function_call_output", "call_id": item["call_id"], "output": "saved"}
+    await post(client, "/v1/responses", {**body, "input": [USER, item, result]})
+    assert [call.verdict for call in served.ledger.read_calls("e")] == [Verdict.RENDERED, Verdict.RESTORED]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "last"),
+    [
+        ("/v1/messages", {"messages": [USER], "tools": ANTHROPIC_TOOLS}, "message_stop"),
+        ("/v1/responses", {"input": [USER], "tools": RESPONSES_TOOLS}, "response.completed"),
+    ],
+)
+async def test_a_repeated_request_id_gets_the_same_stream(served, path, body, last):
+    served.engine.answer = write_amber
+    client = await served.open()
+    texts = []
+    for _ in range(2):
+        headers = {"x-gyre-request-id": "r1"}
+        async with client.post(f"http://proxy{path}", json={**body, "stream": True}, headers=headers) as response:
+            assert response.content_type == "text/event-stream"
+            texts.append(await response.text())
+    assert texts[0] == texts[1]
+    assert f"event: {last}\n" in texts[0]
+    assert len(served.engine.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/messages/count_tokens", {"messages": [USER]}), ("/v1/responses/input_tokens", {"input": "hello"})],
+)
+async def test_counting_tokens_tells_the_length_of_the_prompt_and_is_no_call(served, path, body):
+    client = await served.open()
+    status, counted = await post(client, path, body)
+    assert status == 200
+    assert not served.ledger.read_calls("e")
+    await ask(client, [USER])
+    assert counted["input_tokens"] == served.ledger.read_calls("e")[0].context_tokens
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "text"),
+    [
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hello " * 30}]}, "tokens > 20 maximum"),
+        ("/v1/responses", {"input": "hello " * 30}, "exceeds the context window"),
+    ],
+)
+async def test_an_overflow_is_told_in_the_words_of_the_dialect(served, path, body, text):
+    client = await served.open(context_tokens=20)
+    status, answer = await post(client, path, body)
+    assert status == 400
+    assert text in answer["error"]["message"]
+
+
+async def test_the_compaction_endpoint_answers_and_its_call_is_a_summary(served):
+    client = await served.open(marks=RoleMarks(), context_tokens=2000)
+    served.engine.answer = write_amber
+    _, first = await post(client, "/v1/responses", {"input": [USER], "tools": RESPONSES_TOOLS})
+    (item,) = first["output"]
+    result = {"type": "function_call_output", "call_id": item["call_id"], "output": "saved"}
+    served.engine.answer = say_done
+    history = {"input": [USER, item, result], "tools": RESPONSES_TOOLS}
+    status, compacted = await post(client, "/v1/responses/compact", history)
+    assert status == 200
+    assert [each["type"] for each in compacted["output"]] == ["message", "compaction"]
+    call = served.ledger.read_calls("e")[1]
+    assert (call.role, call.verdict) == (Role.MAIN_SUMMARY, Verdict.RESTORED)
+    status, _ = await post(client, "/v1/responses", {"input": compacted["output"], "tools": RESPONSES_TOOLS})
+    assert status == 200
+
+
+async def test_several_choices_are_calls_of_one_request_with_seeds_of_their_own(served):
+    client = await served.open()
+    _, body = await ask(client, [USER], n=3)
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+    calls = served.ledger.read_calls("e")
+    assert [call.choice_index for call in calls] == [0, 1, 2]
+    assert len({request.seed for request in served.engine.requests}) == 3
+
+
+async def test_an_answer_ends_at_a_stop_text_and_stays_the_policys_own(served):
+    served.engine.answer = lambda _: [*TOKENIZER.encode("write STOP amber STOP"), TOKENIZER.special("<end>")]
+    client = await served.open()
+    _, body = await ask(client, [USER], stop=["STOP", "nowhere"])
+    message = body["choices"][0]["message"]
+    assert (message["content"], body["choices"][0]["finish_reason"]) == ("write ", "stop")
+    await ask(client, [USER, message, USER])
+    first, second = served.ledger.read_calls("e")
+    assert TOKENIZER.decode(first.output.tolist()) == "write STOP"
+    assert len(first.output) == len(first.behaviour_logprobs) == sum(run.count for run in first.versions)
+    assert first.sampling.law is SamplingLaw.POLICY
+    assert second.verdict is Verdict.RESTORED
+
+
+async def test_probes_and_unknown_paths_are_answered_at_once_and_are_no_calls(served):
+    client = await served.open()
+    for path, status in (("/", 200), ("/v1/messages", 200), ("/v1/models", 200), ("/v2/nothing", 404)):
+        async with client.head(f"http://proxy{path}") as response:
+            assert response.status == status
+    for method, path in (("GET", "/v1/responses/resp_1"), ("POST", "/v1/embeddings"), ("DELETE", "/")):
+        async with client.request(method, f"http://proxy{path}") as response:
+            text = await response.text()
+            assert response.status == 404
+            assert f"{method} {path} is not served here" in json.loads(text)["error"]["message"]
+            assert "\n" not in text
+    assert not served.ledger.read_calls("e")
+
+
+async def test_the_policy_is_the_one_model_that_is_listed(served):
+    client = await served.open(model="policy")
+    async with client.get("http://proxy/v1/models") as response:
+        assert [model["id"] for model in (await response.json())["data"]] == ["policy"]
+    async with client.get("http://proxy/v1/models/policy") as response:
+        assert (await response.json())["id"] == "policy"
+    async with client.get("http://proxy/v1/models/other") as response:
+        assert response.status == 404
+
+
+async def test_a_body_over_the_limit_is_refused_in_the_words_of_the_dialect(served):
+    served.proxy = Proxy(
+        engine=served.engine, store=served.ledger, renderer=RENDERER, clock=lambda: 1.0, body_limit_bytes=1000
+    )
+    await served.proxy.start()
+    client = await served.open()
+    status, body = await post(client, "/v1/messages", {"messages": [{"role": "user", "content": "x" * 2000}]})
+    assert status == 413
+    assert body["error"]["type"] == "request_too_large"
+
+
 async def test_receipts_are_stored(served):
     client = await served.open()
     await ask(client, [USER], {"x-gyre-request-id": "r1"})

@@ -9,6 +9,7 @@
     |   |-- HarnessError      the harness did not start, or broke its contract
     |   `-- EvaluationError   the evaluator failed; the candidate may be innocent
     |-- CallError             one call cannot be answered: an HTTP status for the harness
+    |   `-- ContextOverflowError  its prompt alone does not fit the policy
     |-- CellLostError         a cell went away in the middle of something
     |-- RunError              the run cannot go on (disk full, no cell left): exit code 1
     `-- InvariantError        a rule of the design is broken: stops the run with the values
@@ -63,6 +64,24 @@ class CallError(GyreError):
         super().__init__(message)
         self.status = status
         self.code = code
+
+
+class ContextOverflowError(CallError):
+    """The prompt alone does not fit the policy; every dialect has its own words for it.
+
+    Args:
+        prompt_tokens: What the request needs.
+        limit_tokens: What the policy has.
+    """
+
+    def __init__(self, prompt_tokens: int, limit_tokens: int) -> None:
+        super().__init__(
+            f"This model's maximum context length is {limit_tokens} tokens. However, your messages resulted in "
+            f"{prompt_tokens} tokens.",
+            code="context_length_exceeded",
+        )
+        self.prompt_tokens = prompt_tokens
+        self.limit_tokens = limit_tokens
 
 
 class CellLostError(GyreError):

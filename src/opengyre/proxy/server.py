@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -13,13 +14,14 @@ from opengyre.core.chat import ChatRenderer
 from opengyre.core.errors import CallError, InvariantError
 from opengyre.core.protocols import CallStore, Engine
 from opengyre.core.types import Delivered
-from opengyre.proxy.dialects import chat
+from opengyre.proxy.dialects import COUNTERS, DIALECTS, Dialect, chat
 from opengyre.proxy.requests import Answer, ChatRequest, Json
 from opengyre.proxy.session import Session, SessionSpec
 from opengyre.trajectory.marks import Mark
 
 REQUEST_ID_HEADER = "x-gyre-request-id"
 LONGEST_SOCKET_PATH_BYTES = 60
+_STREAM_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache"}
 _ANSWERS = msgspec.msgpack.Decoder(Answer)
 
 
@@ -66,9 +68,14 @@ class Proxy:
         self._sites: dict[str, tuple[str, web.UnixSite]] = {}
         self._running: dict[tuple[str, str], asyncio.Future[Answer]] = {}
         application = web.Application(client_max_size=body_limit_bytes)
-        application.router.add_post("/v1/chat/completions", self._chat)
+        for path, dialect in DIALECTS.items():
+            application.router.add_post(path, partial(self._call, dialect))
+        for path, (dialect, count_body) in COUNTERS.items():
+            application.router.add_post(path, partial(self._count, dialect, count_body))
         application.router.add_get("/v1/models", self._models)
+        application.router.add_get("/v1/models/{model:.+}", self._model)
         application.router.add_post("/_shim/receipt", self._receipt)
+        application.router.add_route("*", "/{path:.*}", _other)
         self._runner = web.AppRunner(application, access_log=None, handle_signals=False, shutdown_timeout=0.1)
         self.failed: asyncio.Future[None] | None = None
         """Gets the exception of a broken invariant or a full disk: the run must stop."""
@@ -121,23 +128,38 @@ class Proxy:
             raise CallError("no such execution", status=404, code="execution_unknown")
         return session
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
+    async def _call(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        is_streamed = False
         try:
             session = self._session(request)
             body = await _decoded(request)
-            parsed = chat.parse_request(body)
+            is_streamed = body.get("stream") is True
+            parsed = dialect.parse_request(body)
             mark = session.spec.marks.read(request.path, request.headers, body)
+            if parsed.is_compaction:
+                mark = msgspec.structs.replace(mark, is_compaction=True)
             answer = await self._answer(session, parsed, mark, request.headers.get(REQUEST_ID_HEADER, ""))
         except CallError as error:
-            return web.Response(body=chat.error_body(error), status=error.status, content_type="application/json")
+            return _refusal(dialect, error, is_streamed=is_streamed)
         if not parsed.stream:
-            return web.Response(body=chat.answer_body(answer), content_type="application/json")
-        response = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
+            return web.Response(body=dialect.answer_body(parsed, answer), content_type="application/json")
+        response = web.StreamResponse(headers=_STREAM_HEADERS)
         await response.prepare(request)
         with contextlib.suppress(ConnectionError):
-            await response.write(b"".join(chat.stream_chunks(answer, include_usage=parsed.include_usage)))
+            await response.write(b"".join(dialect.stream_chunks(parsed, answer)))
             await response.write_eof()
         return response
+
+    async def _count(
+        self, dialect: Dialect, count_body: Callable[[int], bytes], request: web.Request
+    ) -> web.StreamResponse:
+        """Answer how many tokens a prompt has; this is no call."""
+        try:
+            session = self._session(request)
+            tokens = session.prompt_tokens(dialect.parse_request(await _decoded(request)))
+        except CallError as error:
+            return _refusal(dialect, error, is_streamed=False)
+        return web.Response(body=count_body(tokens), content_type="application/json")
 
     async def _answer(self, session: Session, parsed: ChatRequest, mark: Mark, request_id: str) -> Answer:
         """Return the answer of a request id: from the ledger, from the call that is running, or by sampling."""
@@ -174,9 +196,23 @@ class Proxy:
             await self._store.revise_roles(session.spec.execution_id, revised)
         return answer
 
-    async def _models(self, request: web.Request) -> web.Response:
-        model = self._session(request).spec.model
-        return web.json_response({"object": "list", "data": [{"id": model, "object": "model", "owned_by": "opengyre"}]})
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        """Answer with the policy alone, in a form that both vendors' clients read."""
+        try:
+            model = self._session(request).spec.model
+        except CallError as error:
+            return _refusal(chat, error, is_streamed=False)
+        listed = {"object": "list", "data": [_model_card(model)], "has_more": False}
+        return web.json_response({**listed, "first_id": model, "last_id": model})
+
+    async def _model(self, request: web.Request) -> web.StreamResponse:
+        try:
+            model = self._session(request).spec.model
+            if request.match_info["model"] != model:
+                raise CallError(f"no model {request.match_info['model']!r:.200}; there is {model!r}", status=404)
+        except CallError as error:
+            return _refusal(chat, error, is_streamed=False)
+        return web.json_response(_model_card(model))
 
     async def _receipt(self, request: web.Request) -> web.Response:
         try:
@@ -190,10 +226,33 @@ class Proxy:
         return web.Response(text="ok")
 
 
+async def _other(request: web.Request) -> web.Response:
+    """Answer what is no call: a probe with HEAD, or a path that is not served."""
+    known = {"/", "/v1", *DIALECTS, *COUNTERS}
+    if request.method == "HEAD":
+        return web.Response(status=200 if request.path in known else 404)
+    error = CallError(f"{request.method} {request.path:.200} is not served here", status=404, code="not_found")
+    return web.Response(body=chat.error_body(error), status=404, content_type="application/json")
+
+
+def _refusal(dialect: Dialect, error: CallError, *, is_streamed: bool) -> web.Response:
+    events = dialect.stream_error(error) if is_streamed else None
+    if events is not None:
+        return web.Response(body=events, headers=_STREAM_HEADERS)
+    return web.Response(body=dialect.error_body(error), status=error.status, content_type="application/json")
+
+
+def _model_card(model: str) -> Json:
+    card = {"id": model, "object": "model", "created": 0, "owned_by": "opengyre"}
+    return {**card, "type": "model", "display_name": model, "created_at": "1970-01-01T00:00:00Z"}
+
+
 async def _decoded(request: web.Request) -> Json:
     try:
         body = msgspec.json.decode(await request.read())
-    except msgspec.DecodeError as error:
+    except web.HTTPRequestEntityTooLarge as error:
+        raise CallError(f"the body is too large: {error.text}", status=413, code="request_too_large") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CallError(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise CallError(f"the body is {type(body).__name__}, expected an object")

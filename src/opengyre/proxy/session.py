@@ -7,7 +7,7 @@ import numpy as np
 import xxhash
 
 from opengyre.core.chat import ChatRenderer, Message
-from opengyre.core.errors import CallError
+from opengyre.core.errors import CallError, ContextOverflowError
 from opengyre.core.protocols import GenerateRequest, Generation
 from opengyre.core.types import (
     Call,
@@ -19,6 +19,7 @@ from opengyre.core.types import (
     Verdict,
 )
 from opengyre.proxy.requests import Answer, AnswerChoice, ChatRequest
+from opengyre.proxy.stopping import stopped
 from opengyre.trajectory.histories import RoleGuess
 from opengyre.trajectory.marks import Mark, RoleMarks
 from opengyre.trajectory.match import Match, PathIndex
@@ -95,18 +96,13 @@ class Session:
         Raises:
             CallError: The execution is closed, or the prompt does not fit the policy.
         """
-        if self.is_closed:
-            raise CallError(f"execution {self.spec.execution_id} is closed", status=410, code="execution_closed")
+        self._check_open()
         match = self._paths.match(request.messages, request.tools)
         context, parent, shared, verdict = self._context(request, match)
         match = Match(match.call_id, match.covered, match.keys, verdict, match.first_difference)
         room = self.spec.context_tokens - len(context)
         if room < 1:
-            raise CallError(
-                f"This model's maximum context length is {self.spec.context_tokens} tokens. However, your messages "
-                f"resulted in {len(context)} tokens.",
-                code="context_length_exceeded",
-            )
+            raise ContextOverflowError(len(context), self.spec.context_tokens)
         prepared = []
         for choice in range(request.choices):
             call_id = f"{self.spec.execution_id}-c{self._seq:04d}"
@@ -130,6 +126,19 @@ class Session:
             )
             self._seq += 1
         return prepared
+
+    def prompt_tokens(self, request: ChatRequest) -> int:
+        """Return how many tokens the prompt of a request has; nothing is recorded.
+
+        Raises:
+            CallError: The execution is closed.
+        """
+        self._check_open()
+        return len(self._context(request, self._paths.match(request.messages, request.tools))[0])
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise CallError(f"execution {self.spec.execution_id} is closed", status=410, code="execution_closed")
 
     def _context(self, request: ChatRequest, match: Match) -> tuple[Int32Array, str | None, int, Verdict]:
         """Return prompt tokens, the stored call they continue, how many tokens are shared with it, and the verdict."""
@@ -174,7 +183,9 @@ class Session:
 
     def finish(self, prepared: Prepared, generation: Generation, *, now_s: float) -> tuple[Call, AnswerChoice]:
         """Record a sampled call in the paths and return what is stored and what is delivered."""
-        parsed = self.renderer.parse(generation.output, prepared.request.tools)
+        parsed, generation, stop_sequence = stopped(
+            generation, prepared.request.stop, lambda output: self.renderer.parse(output, prepared.request.tools)
+        )
         reply, tool_ids = self._minted_ids(parsed)
         finish = Finish.TOOL_CALLS if reply.tool_calls and generation.finish is Finish.STOP else generation.finish
         key = self._paths.add(prepared.call_id, prepared.match.keys, reply)
@@ -209,7 +220,10 @@ class Session:
             ended_s=now_s,
             cell_ids=generation.cell_ids,
         )
-        return call, AnswerChoice(message=reply, finish=finish, completion_tokens=len(generation.output))
+        choice = AnswerChoice(
+            message=reply, finish=finish, completion_tokens=len(generation.output), stop_sequence=stop_sequence
+        )
+        return call, choice
 
     def _sampling(self, prepared: Prepared) -> Sampling:
         law = SamplingLaw.POLICY
@@ -235,7 +249,7 @@ class Session:
     def answer(self, choices: list[AnswerChoice], prepared: list[Prepared], *, created_s: int) -> Answer:
         """Return the answer of a request."""
         return Answer(
-            answer_id=f"chatcmpl-{prepared[0].call_id}",
+            answer_id=prepared[0].call_id,
             model=self.spec.model,
             created_s=created_s,
             choices=tuple(choices),

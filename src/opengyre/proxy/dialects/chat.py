@@ -3,19 +3,27 @@
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
-import xxhash
-
 from opengyre.core.chat import Message, Tool, ToolCall
 from opengyre.core.errors import CallError
 from opengyre.core.types import Finish
+from opengyre.proxy.dialects.parts import (
+    ENCODER,
+    body_hash,
+    compact,
+    read_limit,
+    read_object,
+    read_objects,
+    read_stops,
+    read_string,
+    read_text,
+)
 from opengyre.proxy.requests import Answer, AnswerChoice, ChatRequest, Json
 
 NAME = "chat"
-_ENCODER = msgspec.json.Encoder()
+MOST_CHOICES = 128
 _FINISH = {Finish.STOP: "stop", Finish.TOOL_CALLS: "tool_calls", Finish.LENGTH: "length", Finish.ABORT: "length"}
-_LIMITS = ("stream", "stream_options", "max_tokens", "max_completion_tokens")
-_TRUNCATING = ("logit_bias", "response_format", "frequency_penalty", "presence_penalty", "stop", "functions")
+_VOLATILE = ("stream", "stream_options", "max_tokens", "max_completion_tokens")
+_TRUNCATING = ("logit_bias", "frequency_penalty", "presence_penalty", "functions")
 
 
 def parse_request(body: Json) -> ChatRequest:
@@ -27,78 +35,99 @@ def parse_request(body: Json) -> ChatRequest:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise CallError(f"messages: expected a non-empty list, got {type(messages).__name__}")
-    choice = body.get("tool_choice")
-    truncating = [key for key in _TRUNCATING if body.get(key)]
-    limit = body.get("max_completion_tokens", body.get("max_tokens"))
-    if limit is not None and (not isinstance(limit, int) or limit < 1):
-        raise CallError(f"max_tokens: expected a positive integer, got {limit!r}")
+    choice = _tool_choice(body.get("tool_choice"))
+    tools = tuple(_tool(index, tool) for index, tool in enumerate(read_objects(body.get("tools"), "tools")))
+    form = read_object(body.get("response_format"), "response_format").get("type", "text")
+    is_cut = any(body.get(key) for key in _TRUNCATING) or form != "text" or choice not in ("auto", "none")
+    limit = body.get("max_completion_tokens")
     return ChatRequest(
         dialect=NAME,
         model=str(body.get("model", "")),
         messages=tuple(_message(index, message) for index, message in enumerate(messages)),
-        tools=tuple(_tool(index, tool) for index, tool in enumerate(body.get("tools") or ())),
-        max_tokens=limit,
+        tools=() if choice == "none" else tools,
+        max_tokens=read_limit(body.get("max_tokens") if limit is None else limit, "max_tokens"),
         stream=bool(body.get("stream", False)),
-        include_usage=bool((body.get("stream_options") or {}).get("include_usage", False)),
-        choices=int(body.get("n") or 1),
-        truncated_law=bool(truncating) or choice not in (None, "auto", "none"),
-        body_hash=_body_hash(body),
+        include_usage=bool(read_object(body.get("stream_options"), "stream_options").get("include_usage", False)),
+        choices=_choices(body.get("n")),
+        truncated_law=is_cut,
+        stop=read_stops(body.get("stop"), "stop"),
+        tool_choice=choice,
+        body_hash=body_hash(body, _VOLATILE),
     )
 
 
-def _body_hash(body: Json) -> int:
-    kept = {key: value for key, value in body.items() if key not in _LIMITS}
-    return xxhash.xxh3_64_intdigest(msgspec.json.encode(kept, order="deterministic"))
+def _choices(raw: Any) -> int:  # noqa: ANN401 - whatever the client sent
+    count = read_limit(raw, "n") or 1
+    if count > MOST_CHOICES:
+        raise CallError(f"n: expected at most {MOST_CHOICES}, got {count}")
+    return count
+
+
+def _tool_choice(raw: Any) -> str:  # noqa: ANN401 - whatever the client sent
+    if raw is None or isinstance(raw, str):
+        return raw or "auto"
+    choice = read_object(raw, "tool_choice")
+    if choice.get("type") == "allowed_tools":
+        return str(read_object(choice.get("allowed_tools"), "tool_choice.allowed_tools").get("mode", "auto"))
+    return read_string(read_object(choice.get("function"), "tool_choice.function"), "name", "tool_choice.function")
 
 
 def _message(index: int, raw: Any) -> Message:  # noqa: ANN401 - whatever the client sent
     if not isinstance(raw, dict) or not isinstance(raw.get("role"), str):
         raise CallError(f"messages[{index}]: expected an object with a role, got {raw!r:.200}")
-    calls = raw.get("tool_calls") or ()
-    try:
-        return Message(
-            role=raw["role"],
-            content=_text(index, raw.get("content")),
-            reasoning=raw.get("reasoning_content") or raw.get("reasoning") or "",
-            tool_calls=tuple(
-                ToolCall(id=call["id"], name=call["function"]["name"], arguments=call["function"]["arguments"])
-                for call in calls
-            ),
-            tool_call_id=raw.get("tool_call_id") or "",
-            name=raw.get("name") or "",
-        )
-    except (KeyError, TypeError) as error:
-        raise CallError(f"messages[{index}].tool_calls: expected id and function with name and arguments") from error
-
-
-def _text(index: int, content: Any) -> str:  # noqa: ANN401 - whatever the client sent
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    parts: list[str] = []
-    for part in content if isinstance(content, list) else [content]:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("text", "input_text", "output_text"):
-            raise CallError(f"messages[{index}].content: part of type {kind!r}; this policy reads text only")
-        parts.append(str(part.get("text", "")))
-    return "".join(parts)
-
-
-def _tool(index: int, raw: Any) -> Tool:  # noqa: ANN401 - whatever the client sent
-    function = raw.get("function") if isinstance(raw, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise CallError(f"tools[{index}]: expected a function with a name, got {raw!r:.200}")
-    return Tool(
-        name=function["name"], description=function.get("description") or "", schema=function.get("parameters") or {}
+    where = f"messages[{index}]"
+    separator = "" if raw["role"] == "assistant" else "\n"
+    return Message(
+        role=raw["role"],
+        content=read_text(raw.get("content"), f"{where}.content", separator=separator),
+        reasoning=str(raw.get("reasoning_content") or raw.get("reasoning") or ""),
+        tool_calls=_calls(raw.get("tool_calls"), f"{where}.tool_calls"),
+        tool_call_id=str(raw.get("tool_call_id") or ""),
+        name=str(raw.get("name") or ""),
     )
 
 
-def answer_body(answer: Answer) -> bytes:
+def _calls(raw: Any, where: str) -> tuple[ToolCall, ...]:  # noqa: ANN401 - whatever the client sent
+    calls = []
+    for call in read_objects(raw, where):
+        function = call.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise CallError(f"{where}: expected id and function with name and arguments, got {call!r:.200}")
+        arguments = function.get("arguments")
+        if not isinstance(arguments, str):
+            arguments = compact(read_object(arguments, f"{where}.function.arguments"))
+        calls.append(ToolCall(id=str(call.get("id") or ""), name=function["name"], arguments=arguments))
+    return tuple(calls)
+
+
+def _tool(index: int, raw: Json) -> Tool:
+    function = raw.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise CallError(f"tools[{index}]: expected a function with a name, got {raw!r:.200}")
+    return Tool(
+        name=function["name"],
+        description=str(function.get("description") or ""),
+        schema=read_object(function.get("parameters"), f"tools[{index}].function.parameters"),
+    )
+
+
+def parse_response(body: Json) -> Message:
+    """Return the assistant message of an answer's first choice.
+
+    Raises:
+        CallError: It has none.
+    """
+    choices = read_objects(body.get("choices"), "choices")
+    if not choices:
+        raise CallError("choices: expected at least one")
+    return _message(0, {**read_object(choices[0].get("message"), "choices[0].message"), "role": "assistant"})
+
+
+def answer_body(_: ChatRequest, answer: Answer) -> bytes:
     """Return the body of an answer that is not streamed."""
-    return _ENCODER.encode(
+    return ENCODER.encode(
         {
-            "id": answer.answer_id,
+            "id": f"chatcmpl-{answer.answer_id}",
             "object": "chat.completion",
             "created": answer.created_s,
             "model": answer.model,
@@ -137,10 +166,10 @@ def _usage(answer: Answer) -> Json:
     }
 
 
-def stream_chunks(answer: Answer, *, include_usage: bool) -> Iterator[bytes]:
+def stream_chunks(request: ChatRequest, answer: Answer) -> Iterator[bytes]:
     """Yield the server-sent events of an answer, the final usage chunk and the end mark included."""
     head = {
-        "id": answer.answer_id,
+        "id": f"chatcmpl-{answer.answer_id}",
         "object": "chat.completion.chunk",
         "created": answer.created_s,
         "model": answer.model,
@@ -148,13 +177,13 @@ def stream_chunks(answer: Answer, *, include_usage: bool) -> Iterator[bytes]:
 
     def event(index: int, delta: Json, finish: str | None = None) -> bytes:
         choice = {"index": index, "delta": delta, "finish_reason": finish, "logprobs": None}
-        return b"data: " + _ENCODER.encode({**head, "choices": [choice]}) + b"\n\n"
+        return b"data: " + ENCODER.encode({**head, "choices": [choice]}) + b"\n\n"
 
     for index, choice in enumerate(answer.choices):
         yield from (event(index, delta) for delta in _deltas(choice))
         yield event(index, {}, _FINISH[choice.finish])
-    if include_usage:
-        yield b"data: " + _ENCODER.encode({**head, "choices": [], "usage": _usage(answer)}) + b"\n\n"
+    if request.include_usage:
+        yield b"data: " + ENCODER.encode({**head, "choices": [], "usage": _usage(answer)}) + b"\n\n"
     yield b"data: [DONE]\n\n"
 
 
@@ -171,6 +200,17 @@ def _deltas(choice: AnswerChoice) -> Iterator[Json]:
 
 def error_body(error: CallError) -> bytes:
     """Return the body of an error in the protocol's own form."""
-    return _ENCODER.encode(
-        {"error": {"message": str(error), "type": "invalid_request_error", "param": None, "code": error.code}}
-    )
+    return ENCODER.encode({"error": error_object(error)})
+
+
+def error_object(error: CallError) -> Json:
+    """Return what stands under ``error`` in both protocols of OpenAI."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    if error.status == 429:
+        kind = "rate_limit_error"
+    return {"message": str(error), "type": kind, "param": None, "code": error.code}
+
+
+def stream_error(_: CallError) -> bytes | None:
+    """Return None: an error is answered by its status, streamed or not."""
+    return None
