@@ -233,8 +233,8 @@ def live_shims(executions: Path) -> list[tuple[str, ShimMark]]:
 def sandbox_of(task: Task, isolation: Isolation, images: ImageStore | None, *, is_light: bool) -> dict[str, Any]:
     """Return the part of an order that says how it is confined; the image of a task comes before the machine's way.
 
-    Choice: what runs inside the forked process (``is_light``) is limited process by process, by rlimits. A control group
-    of version 1 made an execution of the embedded job 20% dearer (0.23 to 0.28 core-seconds on a slow machine).
+    Choice: what runs inside the forked process (``is_light``) is limited process by process, by rlimits. A control
+    group of version 1 made an execution of the embedded job 20% dearer (0.23 to 0.28 core-seconds on a slow machine).
 
     Raises:
         SandboxError: The task needs an image and there is no engine.
