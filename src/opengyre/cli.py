@@ -17,6 +17,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("opengyre.run.evaluate", "evaluate weights on held-out tasks, sampled and greedy"),
     "compare": ("opengyre.run.compare", "compare rules by live runs of equal work on this machine"),
     "trees": ("opengyre.run.trees", "show the trajectory trees of a run or of a file of calls"),
+    "replay": ("opengyre.run.replay", "feed a recorded harness session through the real proxy"),
     "import": ("opengyre.run.import_files", "turn sessions of other tools into trajectory trees"),
     "report": ("opengyre.run.report", "show what a run has come to: tables, an HTML page, JSON, a trace"),
     "tasks": ("opengyre.run.tasks_command", "list, check, show, score and make tasks"),
