@@ -20,7 +20,7 @@ from opengyre.core.config import Config, load_config
 from opengyre.core.errors import ConfigError, RunError
 from opengyre.report.console import console
 
-RECIPE_VERSION = 13
+RECIPE_VERSION = 14
 """Raised whenever the code behind the recipe changes what it makes."""
 WEIGHTS = "weights.safetensors"
 TOKENIZER = "tokenizer.json"
@@ -50,7 +50,7 @@ class WarmStartRecipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     untested: _Share = 0.45
     unrepaired: _Share = 0.50
     early_finish: _Share = 0.06
-    stray: _Share = 0.08
+    stray: _Share = 0.06
     malformed: _Share = 0.04
 
 

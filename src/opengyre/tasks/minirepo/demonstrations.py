@@ -59,9 +59,10 @@ class Noise:
     untested: float = 0.45
     unrepaired: float = 0.50
     early_finish: float = 0.06
-    stray: float = 0.08
-    """A turn that the state does not ask for, with right arguments: whatever a policy comes to prefer later, it should
-    know how to say it."""
+    stray: float = 0.06
+    """A turn that the state does not ask for, with right arguments: a module delegated again, a function written again.
+    Whatever a policy comes to prefer later, it should know how to say it. Not a test run again: a policy that had seen
+    those spent its calls on them."""
     malformed: float = 0.04
     """A reply that the harness cannot read; it is not learnt, what comes after it is."""
 
@@ -254,7 +255,7 @@ class Demonstration:
         written = 1
         while True:
             if rng.random() < noise.stray:
-                yield self._stray(module)
+                yield call("append_file", content=self._write(module, [rng.choice(functions)], replace=False))
                 continue
             if rng.random() < noise.untested:
                 yield call("finish", result="untested")
@@ -266,12 +267,6 @@ class Demonstration:
                 yield call("finish", result="fail")
             yield call("append_file", content=self._write(module, failing, replace=False))
             written += 1
-
-    def _stray(self, module: str) -> Message:
-        if self._rng.random() < 0.5:
-            return call("run_tests")
-        function = self._rng.choice(self._package.functions(module))
-        return call("append_file", content=self._write(module, [function], replace=False))
 
     def _write(self, module: str, functions: list[Function], *, replace: bool) -> str:
         right = self._workspace.right.setdefault(module, {})
