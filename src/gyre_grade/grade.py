@@ -17,15 +17,20 @@ import select
 import signal
 import sys
 import time
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 CANARIES = 2
 CHILD_CPU_S = 10
-GRADER = "gyre-grade-1"
+FIRST_CPU_S = 2
+"""Of the child that runs all files: what takes longer runs again, file by file."""
+GRADER = "gyre-grade-2"
 
 
 def grade(folder: str, test_files: list[str], *, limit_s: float) -> dict[str, Any]:
     """Return ``{"tests": {"module::function": verdict}, "tampering": [file], "uncanaried": [file]}``.
+
+    All files run in one child first; a file that this child did not finish, because something in it or before it
+    crashed or hung, runs again in a child of its own.
 
     Args:
         folder: Candidate files and hidden tests side by side.
@@ -33,34 +38,38 @@ def grade(folder: str, test_files: list[str], *, limit_s: float) -> dict[str, An
         limit_s: Wall limit of the whole grading; what is finished by then counts.
     """
     deadline_s = time.monotonic() + limit_s
-    tests: dict[str, str] = {}
-    tampering: list[str] = []
-    uncanaried: list[str] = []
-    for name in test_files:
-        verdicts, is_forged, has_canaries = _grade_file(folder, name, deadline_s - time.monotonic())
-        tests.update(verdicts)
-        if is_forged:
-            tampering.append(name)
-        if not has_canaries:
-            uncanaried.append(name)
-    return {"grader": GRADER, "tests": tests, "tampering": tampering, "uncanaried": uncanaried}
+    files = [TestFile(name, _text(folder, name)) for name in test_files]
+    random.SystemRandom().shuffle(files)
+    together = _run_child(folder, files, min(FIRST_CPU_S, limit_s), cpu_s=FIRST_CPU_S)
+    result: dict[str, Any] = {"grader": GRADER, "tests": {}, "tampering": [], "uncanaried": []}
+    for tests in sorted(files, key=lambda each: test_files.index(each.name)):
+        returned, timed_out = together.returned, False
+        if tests.done not in returned:
+            tests.renew()
+            alone = _run_child(folder, [tests], deadline_s - time.monotonic(), cpu_s=CHILD_CPU_S)
+            returned, timed_out = alone.returned, alone.timed_out
+        _judge(tests, returned, timed_out, result)
+    return result
 
 
-def _grade_file(folder: str, name: str, limit_s: float) -> tuple[dict[str, str], bool, bool]:
+def _text(folder: str, name: str) -> str:
     with open(os.path.join(folder, name)) as file:
-        tests = TestFile(file.read())
-    module = name.removeprefix("hidden_").removesuffix(".py")
-    if limit_s <= 0:
-        return {f"{module}::{test}": "timeout" for test in tests.names}, False, tests.is_covered
-    returned, timed_out = _run_child(folder, tests, limit_s)
+        return file.read()
+
+
+def _judge(tests: "TestFile", returned: set[str], timed_out: bool, result: dict[str, Any]) -> None:
+    """Add the verdicts on one file to a result."""
+    module = tests.name.removeprefix("hidden_").removesuffix(".py")
     forged = any(nonce in returned for _, kind, nonce in tests.runs if kind == "canary")
-    verdicts: dict[str, str] = {}
     for test, kind, nonce in tests.runs:
-        if kind != "true":
-            continue
-        passed = nonce in returned and not forged
-        verdicts[f"{module}::{test}"] = "passed" if passed else "timeout" if timed_out and not forged else "failed"
-    return verdicts, forged, tests.is_covered
+        if kind == "true":
+            passed = nonce in returned and not forged
+            lost = "timeout" if timed_out and not forged else "failed"
+            result["tests"][f"{module}::{test}"] = "passed" if passed else lost
+    if forged:
+        result["tampering"].append(tests.name)
+    if not tests.is_covered:
+        result["uncanaried"].append(tests.name)
 
 
 class TestFile:
@@ -69,33 +78,49 @@ class TestFile:
     Example: a file with ``def test_one()`` has ``names == ["one"]`` and three runs of it.
     """
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, name: str, source: str) -> None:
         tree = ast.parse(source)
         tests = [node for node in tree.body if _is_test(node)]
+        self.name = name
         self.names = [node.name.removeprefix("test_") for node in tests]
         """Tests in order of the file."""
         self.head = compile(ast.Module([node for node in tree.body if not _is_test(node)], []), "hidden", "exec")
         self.true = compile(ast.Module(list(tests), []), "hidden", "exec")
-        self.runs: list[tuple[str, str, str]] = []
-        """(test, kind, nonce) in random order."""
         self.is_covered = True
         """Whether every test has canaries."""
+        self._kinds: list[tuple[str, str]] = []
         expected: list[tuple[ast.Compare, str]] = []
         for node in tests:
-            name = node.name.removeprefix("test_")
-            self.runs.append((name, "true", secrets.token_hex(8)))
-            comparisons = [inner for inner in ast.walk(node) if isinstance(inner, ast.Compare)]
-            found = [(inner, _expected_side(inner)) for inner in comparisons]
-            expected += [(inner, side) for inner, side in found if side]
-            if any(side for _, side in found):
-                self.runs += [(name, "canary", secrets.token_hex(8)) for _ in range(CANARIES)]
-            else:
-                self.is_covered = False
-        random.SystemRandom().shuffle(self.runs)
+            found = [(inner, side) for inner in _comparisons(node) if (side := _expected_side(inner))]
+            expected += found
+            name_of = node.name.removeprefix("test_")
+            self._kinds += [(name_of, "true"), *([(name_of, "canary")] * CANARIES if found else [])]
+            self.is_covered = self.is_covered and bool(found)
         # This changes the tree, so the canaries come after the true tests are compiled.
         for comparison, side in expected:
             _expect_fresh(comparison, side)
         self.canary = compile(ast.Module(list(tests), []), "hidden", "exec")
+        self.renew()
+
+    def renew(self) -> None:
+        """Plan the runs anew: random order, nonces that no earlier child has seen."""
+        self.runs = [(test, kind, secrets.token_hex(8)) for test, kind in self._kinds]
+        """(test, kind, nonce) in random order."""
+        random.SystemRandom().shuffle(self.runs)
+        self.done = secrets.token_hex(8)
+        """What the child says when it is through with the file."""
+
+
+def _comparisons(node: ast.FunctionDef) -> list[ast.Compare]:
+    """Return the comparisons of a test; where it is a plain list of assertions, without looking into their parts."""
+    plain = [
+        statement.test
+        for statement in node.body
+        if isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Compare)
+    ]
+    if len(plain) == len(node.body):
+        return plain
+    return [inner for inner in ast.walk(node) if isinstance(inner, ast.Compare)]
 
 
 def _is_test(node: ast.stmt) -> TypeGuard[ast.FunctionDef]:
@@ -106,11 +131,20 @@ def _expected_side(node: ast.Compare) -> str:
     """Return which side of an equality is the expected value: the one without a call."""
     if len(node.ops) != 1 or not isinstance(node.ops[0], ast.Eq):
         return ""
-    left_calls = any(isinstance(inner, ast.Call) for inner in ast.walk(node.left))
-    right_calls = any(isinstance(inner, ast.Call) for inner in ast.walk(node.comparators[0]))
+    left_calls, right_calls = _has_call(node.left), _has_call(node.comparators[0])
     if left_calls and not right_calls:
         return "right"
     return "left" if right_calls and not left_calls else ""
+
+
+def _has_call(node: ast.expr) -> bool:
+    if isinstance(node, ast.Call | ast.Constant):
+        return isinstance(node, ast.Call)
+    if isinstance(node, ast.List | ast.Tuple):
+        return any(_has_call(item) for item in node.elts)
+    if isinstance(node, ast.UnaryOp):
+        return _has_call(node.operand)
+    return any(isinstance(inner, ast.Call) for inner in ast.walk(node))
 
 
 def _expect_fresh(node: ast.Compare, side: str) -> None:
@@ -121,14 +155,24 @@ def _expect_fresh(node: ast.Compare, side: str) -> None:
         node.left = ast.copy_location(ast.Name("__expected__", ast.Load()), node.left)
 
 
-def _run_child(folder: str, tests: TestFile, limit_s: float) -> tuple[set[str], bool]:
-    """Run the tests in a child and return the nonces that came back, and whether it ran out of time."""
+class Ended(NamedTuple):
+    """What became of a child."""
+
+    returned: set[str]
+    """Lines that it wrote."""
+    timed_out: bool
+
+
+def _run_child(folder: str, files: list[TestFile], limit_s: float, *, cpu_s: int) -> Ended:
+    """Run test files in a child, within a wall and a processor limit."""
+    if limit_s <= 0:
+        return Ended(set(), timed_out=True)
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         os.close(reading)
         try:
-            _child(folder, tests, writing)
+            _child(folder, files, writing, cpu_s)
         finally:
             os._exit(0)
     os.close(writing)
@@ -150,18 +194,24 @@ def _run_child(folder: str, tests: TestFile, limit_s: float) -> tuple[set[str], 
     os.close(reading)
     _, status = os.waitpid(child, 0)
     timed_out = timed_out or os.waitstatus_to_exitcode(status) == -signal.SIGXCPU
-    return {line.decode(errors="replace") for line in received.split(b"\n") if line}, timed_out
+    return Ended({line.decode(errors="replace") for line in received.split(b"\n") if line}, timed_out)
 
 
-def _child(folder: str, tests: TestFile, writing: int) -> None:
+def _child(folder: str, files: list[TestFile], writing: int, cpu_s: int) -> None:
     """Run every planned test; write the nonce of each that passes at once, so that a later hang loses nothing."""
     os.setpgid(0, 0)
-    resource.setrlimit(resource.RLIMIT_CPU, (CHILD_CPU_S, CHILD_CPU_S + 1))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
     null = os.open("/dev/null", os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
     sys.path.insert(0, folder)
     sys.dont_write_bytecode = True
+    for tests in files:
+        _run_file(tests, writing)
+        os.write(writing, tests.done.encode() + b"\n")
+
+
+def _run_file(tests: TestFile, writing: int) -> None:
     scopes: dict[str, dict[str, Any]] = {"true": {"__name__": "hidden"}, "canary": {"__name__": "hidden"}}
     with contextlib.suppress(BaseException):
         exec(tests.head, scopes["true"])

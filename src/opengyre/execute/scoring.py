@@ -23,7 +23,7 @@ from opengyre.execute.live import sandbox_of
 class GradeResult(msgspec.Struct, frozen=True, kw_only=True):
     """What the grader wrote.
 
-    Example: ``GradeResult(grader="gyre-grade-1", tests={"amber::zoom": "passed"})``.
+    Example: ``GradeResult(grader="gyre-grade-2", tests={"amber::zoom": "passed"})``.
     """
 
     grader: str = ""
