@@ -126,14 +126,15 @@ def enter_root(
     _check(_libc.unshare(CLONE_NEWNS), "unshare mount namespace")
     _mount("none", "/", "", _MS_REC | _MS_PRIVATE)
     _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
-    for path in (*SYSTEM_FOLDERS, *SYSTEM_FILES, *python_prefixes, *extra):
-        _show(root, path)
-    for path in DEVICES:
-        _show(root, path, read_only=False)
     for name in ("proc", "tmp", "old"):
         os.mkdir(f"{root}/{name}")
     _mount("proc", f"{root}/proc", "proc", _MS_NOSUID | _MS_NODEV)
     _mount("tmpfs", f"{root}/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={temporary_bytes},mode=1777")
+    # After /tmp: an interpreter or a harness may be installed below the host's.
+    for path in (*SYSTEM_FOLDERS, *SYSTEM_FILES, *python_prefixes, *extra):
+        _show(root, path)
+    for path in DEVICES:
+        _show(root, path, read_only=False)
     for source, target in writable.items():
         os.makedirs(root + target, exist_ok=True)
         _mount(source, root + target, "", _MS_BIND)

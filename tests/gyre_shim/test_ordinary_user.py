@@ -133,3 +133,26 @@ def test_a_trial_finds_that_nothing_gets_out(place, kind, user):
         words, capture_output=True, text=True, env={"PYTHONPATH": str(place / "source"), "PATH": "/usr/bin:/bin"}
     )
     assert json.loads(ended.stdout)["works"], ended.stdout
+
+
+def test_what_is_installed_below_the_temporary_folder_is_shown_in_a_sandbox(place):
+    tool = owned(place / "tool")
+    (tool / "said.txt").write_text("here")
+    folder = owned(place / "x")
+    workspace = owned(folder / "workspace")
+    owned(folder / "root")
+    order = {
+        **common(place, "namespaces"),
+        "kind": "execution",
+        "folder": str(folder),
+        "workspace": str(workspace),
+        "socket": str(place / "nobody"),
+        "module": "",
+        "command": ["/bin/sh", "-c", f"cp {tool}/said.txt seen.txt; touch {tool}/new 2>/dev/null; touch /tmp/own"],
+        **{"environment": {}, "files": {}, "settings": {}, "instruction": "", "day": "", "shown": [str(tool)]},
+        **{"timeout_s": 20.0, "overall_timeout_s": 40.0, "hold_s": 20.0},
+    }
+    assert served(place, order)["ended"] == 0
+    assert json.loads((folder / "exit.json").read_text())["status"] == 0, (place / "log").read_text()
+    assert (workspace / "seen.txt").read_text() == "here"
+    assert not (tool / "new").exists()

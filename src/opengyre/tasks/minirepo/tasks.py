@@ -27,7 +27,7 @@ def minirepo_task(split: str, index: int) -> Task:
     """Return a task of a split; the same arguments give the same task everywhere.
 
     >>> task = minirepo_task("train", 0)
-    >>> task.instruction.startswith("module ") and len(task.test_ids) >= 6
+    >>> task.instruction.startswith("modules ") and len(task.test_ids) >= 6
     True
     """
     package = minirepo_package(split, index)
