@@ -21,7 +21,7 @@ from opengyre.model.warmstart import SupervisedRow, SupervisedSettings, batches_
 from opengyre.model.weights import write_version
 from opengyre.run.warmstart import TOKENIZER, WEIGHTS, WarmStartJob, WarmStartRecipe
 from opengyre.tasks.minirepo import conversation as words
-from opengyre.tasks.minirepo.demonstrations import Demonstration, Noise, call, noisy, sub_head
+from opengyre.tasks.minirepo.demonstrations import Demonstration, Noise, call, sub_head
 from opengyre.tasks.minirepo.family import DIGITS, FUNCTIONS, MODULES, make_package
 from opengyre.tasks.minirepo.vocabulary import train_tokenizer
 
@@ -83,9 +83,6 @@ def unit_batches(
         if recipe.lead_every and step % recipe.lead_every == recipe.lead_every - 1:
             yield lead_batch(renderer, rng, tokens=tokens)
             continue
-        if recipe.lead_every and step % recipe.lead_every == 0:
-            yield repair_batch(renderer, rng, tokens=tokens)
-            continue
         count = rng.randint(1, 3) if step > recipe.unit_steps // 4 else 1
         batch: list[SupervisedRow] = []
         used = 0
@@ -98,42 +95,6 @@ def unit_batches(
             batch.append(([*context, *output], [0.0] * len(context) + [1.0] * len(output)))
             used += len(context) + len(output)
         yield batch
-
-
-def repair_batch(renderer: EmbeddedRenderer, rng: random.Random, *, tokens: int) -> list[SupervisedRow]:
-    """Return dialogues of coders whose first file is wrong: test, write what failed again, test, finish.
-
-    Choice: the wrong file is not learnt. Without this practice 7% of what a policy wrote again was right, and it gave
-    repairs up.
-    """
-    batch: list[SupervisedRow] = []
-    used = 0
-    while used < tokens:
-        package = make_package(rng, held_out=False, modules=(1, 1), functions=(1, 3))
-        module, functions = package.modules[0]
-        wrong = [function for function in functions if rng.random() < 0.5] or [rng.choice(functions)]
-        first = "".join(f.code(*noisy(f, rng, share=1.0)) if f in wrong else f.code() for f in functions)
-        again = "".join(function.code() for function in wrong)
-        failed = "failed " + " ".join(function.name for function in wrong)
-        turns = (
-            (call("write_file", content=first), "saved", 0.0),
-            (call("run_tests"), failed, 1.0),
-            (call("append_file", content=again), "saved", 1.0),
-            (call("run_tests"), "all passed", 1.0),
-            (call("finish", result="pass"), "", 1.0),
-        )
-        history = sub_head(package, module)
-        row: list[int] = []
-        weights: list[float] = []
-        for reply, result, weight in turns:
-            prompt = renderer.render(history, words.SUB_TOOLS).tolist()
-            output = renderer.encode_reply(reply, words.SUB_TOOLS)
-            weights += [0.0] * (len(prompt) - len(row)) + [weight] * len(output)
-            row = [*prompt, *output]
-            history += [reply, Message(role="tool", content=result)]
-        batch.append((row, weights))
-        used += len(row)
-    return batch
 
 
 def lead_batch(renderer: EmbeddedRenderer, rng: random.Random, *, tokens: int) -> list[SupervisedRow]:

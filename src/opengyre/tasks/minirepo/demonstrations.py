@@ -59,9 +59,9 @@ class Noise:
     untested: float = 0.45
     unrepaired: float = 0.50
     early_finish: float = 0.06
-    stray: float = 0.06
-    """A lead delegates a module that may be done already: whatever a policy comes to prefer later, it should know how
-    to say it. Not a coder's test run or function again: policies that had seen those spent their calls on them."""
+    stray: float = 0.08
+    """A turn that the state does not ask for, with right arguments: whatever a policy comes to prefer later, it should
+    know how to say it."""
     malformed: float = 0.04
     """A reply that the harness cannot read; it is not learnt, what comes after it is."""
 
@@ -253,6 +253,9 @@ class Demonstration:
         yield call("write_file", content=self._write(module, kept, replace=True))
         written = 1
         while True:
+            if rng.random() < noise.stray:
+                yield self._stray(module)
+                continue
             if rng.random() < noise.untested:
                 yield call("finish", result="untested")
             yield call("run_tests")
@@ -264,30 +267,34 @@ class Demonstration:
             yield call("append_file", content=self._write(module, failing, replace=False))
             written += 1
 
+    def _stray(self, module: str) -> Message:
+        if self._rng.random() < 0.5:
+            return call("run_tests")
+        function = self._rng.choice(self._package.functions(module))
+        return call("append_file", content=self._write(module, [function], replace=False))
+
     def _write(self, module: str, functions: list[Function], *, replace: bool) -> str:
         right = self._workspace.right.setdefault(module, {})
         if replace:
             right.clear()
         source = ""
         for function in functions:
-            steps, result = noisy(function, self._rng, share=self._noise.wrong)
+            steps, result = self._noisy(function)
             written = Function(function.name, steps, result, function.wording)
             inputs = self.visible[function.name]
             right[function.name] = all(written.compute(values) == function.compute(values) for values in inputs)
             source += function.code(steps, result)
         return source
 
-
-def noisy(function: Function, rng: random.Random, *, share: float) -> tuple[tuple[tuple[str, int], ...], str]:
-    """Return steps and result of a function, in ``share`` of the cases with one of them wrong."""
-    steps, result = list(function.steps), function.result
-    if rng.random() < share:
-        index = rng.randrange(len(steps) + 1)
-        if index == len(steps):
-            result = CONFUSED[result]
-        elif rng.random() < 0.4 and STEPS[steps[index][0]].takes_digit:
-            step, digit = steps[index]
-            steps[index] = (step, rng.choice([other for other in DIGITS if other != digit]))
-        else:
-            steps[index] = (CONFUSED[steps[index][0]], steps[index][1])
-    return tuple(steps), result
+    def _noisy(self, function: Function) -> tuple[tuple[tuple[str, int], ...], str]:
+        steps, result, rng = list(function.steps), function.result, self._rng
+        if rng.random() < self._noise.wrong:
+            index = rng.randrange(len(steps) + 1)
+            if index == len(steps):
+                result = CONFUSED[result]
+            elif rng.random() < 0.4 and STEPS[steps[index][0]].takes_digit:
+                step, digit = steps[index]
+                steps[index] = (step, rng.choice([other for other in DIGITS if other != digit]))
+            else:
+                steps[index] = (CONFUSED[steps[index][0]], steps[index][1])
+        return tuple(steps), result
