@@ -5,6 +5,7 @@ fresh class. A right implementation fails it; whatever passes it is forged.
 """
 
 import ast
+from collections.abc import Iterator
 
 EXPECTED = "__expected__"
 """Name that is bound to a fresh object."""
@@ -60,7 +61,7 @@ def is_test(node: ast.stmt) -> bool:
 def expect_fresh(node: ast.AST) -> bool:
     """Replace expected values and exceptions in a test; returns whether there was any."""
     changed = False
-    for inner in list(ast.walk(node)):
+    for inner in list(_walk(node)):
         if isinstance(inner, ast.Compare):
             changed |= _fresh_equality(inner)
         elif isinstance(inner, ast.Call):
@@ -96,11 +97,31 @@ def _fresh_call(node: ast.Call) -> bool:
 
 def _side(left: ast.expr, right: ast.expr) -> str:
     """Return which side is the expected value: the one without a call, if the other has one."""
-    left_calls = any(isinstance(inner, ast.Call) for inner in ast.walk(left))
-    right_calls = any(isinstance(inner, ast.Call) for inner in ast.walk(right))
+    left_calls, right_calls = _has_call(left), _has_call(right)
     if left_calls == right_calls:
         return ""
     return "right" if left_calls else "left"
+
+
+def _has_call(node: ast.expr) -> bool:
+    return any(isinstance(inner, ast.Call) for inner in _walk(node))
+
+
+def _walk(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a node and what is in it, plain values left out: they are most of a test and hold neither call nor test."""
+    waiting = [node]
+    while waiting:
+        inner = waiting.pop()
+        yield inner
+        waiting += [child for child in ast.iter_child_nodes(inner) if not _is_value(child)]
+
+
+def _is_value(node: ast.AST) -> bool:
+    if isinstance(node, ast.List | ast.Tuple):
+        return all(map(_is_value, node.elts))
+    return isinstance(node, ast.Constant | ast.expr_context) or (
+        isinstance(node, ast.UnaryOp) and _is_value(node.operand)
+    )
 
 
 def _name(name: str, like: ast.expr) -> ast.expr:

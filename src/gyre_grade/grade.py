@@ -19,7 +19,10 @@ import sys
 import time
 from typing import Any, NamedTuple, TypeGuard
 
+from gyre_grade import canary
+
 CANARIES = 2
+_FRESH = compile(canary.HEAD, "hidden", "exec")
 CHILD_CPU_S = 10
 FIRST_CPU_S = 2
 """Of the child that runs all files: what takes longer runs again, file by file."""
@@ -75,31 +78,22 @@ def _judge(tests: "TestFile", returned: set[str], timed_out: bool, result: dict[
 class TestFile:
     """A test file, parsed and compiled once: its head, its tests as written, its tests as canaries, the runs.
 
-    Example: a file with ``def test_one()`` has ``names == ["one"]`` and three runs of it.
+    Example: a file with ``def test_one()`` has three runs of ``one``: as it is, and two canaries.
     """
 
     def __init__(self, name: str, source: str) -> None:
         tree = ast.parse(source)
         tests = [node for node in tree.body if _is_test(node)]
         self.name = name
-        self.names = [node.name.removeprefix("test_") for node in tests]
-        """Tests in order of the file."""
         self.head = compile(ast.Module([node for node in tree.body if not _is_test(node)], []), "hidden", "exec")
         self.true = compile(ast.Module(list(tests), []), "hidden", "exec")
-        self.is_covered = True
-        """Whether every test has canaries."""
-        self._kinds: list[tuple[str, str]] = []
-        expected: list[tuple[ast.Compare, str]] = []
-        for node in tests:
-            found = [(inner, side) for inner in _comparisons(node) if (side := _expected_side(inner))]
-            expected += found
-            name_of = node.name.removeprefix("test_")
-            self._kinds += [(name_of, "true"), *([(name_of, "canary")] * CANARIES if found else [])]
-            self.is_covered = self.is_covered and bool(found)
         # This changes the tree, so the canaries come after the true tests are compiled.
-        for comparison, side in expected:
-            _expect_fresh(comparison, side)
+        covered = {node.name.removeprefix("test_"): canary.expect_fresh(node) for node in tests}
         self.canary = compile(ast.Module(list(tests), []), "hidden", "exec")
+        self.is_covered = all(covered.values())
+        """Whether every test has canaries."""
+        self._kinds = [(test, "true") for test in covered]
+        self._kinds += [(test, "canary") for test, has_canary in covered.items() if has_canary] * CANARIES
         self.renew()
 
     def renew(self) -> None:
@@ -111,48 +105,8 @@ class TestFile:
         """What the child says when it is through with the file."""
 
 
-def _comparisons(node: ast.FunctionDef) -> list[ast.Compare]:
-    """Return the comparisons of a test; where it is a plain list of assertions, without looking into their parts."""
-    plain = [
-        statement.test
-        for statement in node.body
-        if isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Compare)
-    ]
-    if len(plain) == len(node.body):
-        return plain
-    return [inner for inner in ast.walk(node) if isinstance(inner, ast.Compare)]
-
-
 def _is_test(node: ast.stmt) -> TypeGuard[ast.FunctionDef]:
     return isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
-
-
-def _expected_side(node: ast.Compare) -> str:
-    """Return which side of an equality is the expected value: the one without a call."""
-    if len(node.ops) != 1 or not isinstance(node.ops[0], ast.Eq):
-        return ""
-    left_calls, right_calls = _has_call(node.left), _has_call(node.comparators[0])
-    if left_calls and not right_calls:
-        return "right"
-    return "left" if right_calls and not left_calls else ""
-
-
-def _has_call(node: ast.expr) -> bool:
-    if isinstance(node, ast.Call | ast.Constant):
-        return isinstance(node, ast.Call)
-    if isinstance(node, ast.List | ast.Tuple):
-        return any(_has_call(item) for item in node.elts)
-    if isinstance(node, ast.UnaryOp):
-        return _has_call(node.operand)
-    return any(isinstance(inner, ast.Call) for inner in ast.walk(node))
-
-
-def _expect_fresh(node: ast.Compare, side: str) -> None:
-    """Replace the expected value of an equality by a name that is bound to a fresh object."""
-    if side == "right":
-        node.comparators = [ast.copy_location(ast.Name("__expected__", ast.Load()), node.comparators[0])]
-    else:
-        node.left = ast.copy_location(ast.Name("__expected__", ast.Load()), node.left)
 
 
 class Ended(NamedTuple):
@@ -219,7 +173,7 @@ def _run_file(tests: TestFile, writing: int) -> None:
     exec(tests.true, scopes["true"])
     exec(tests.canary, scopes["canary"])
     for test, kind, nonce in tests.runs:
-        scopes[kind]["__expected__"] = object()
+        exec(_FRESH, scopes[kind])
         with contextlib.suppress(BaseException):
             scopes[kind][f"test_{test}"]()
             os.write(writing, nonce.encode() + b"\n")
