@@ -52,7 +52,7 @@ class ControlGroup:
     """The limits of one execution or grading.
 
     Args:
-        name: Its name, unique on the machine.
+        name: Whose it is; this process's id is added.
         memory_bytes: Resident memory of all its processes.
         processes: How many processes it may have.
         root: Where control groups are mounted.
@@ -62,7 +62,7 @@ class ControlGroup:
     """
 
     def __init__(self, name: str, *, memory_bytes: int, processes: int, root: str = ROOT) -> None:
-        self._folders = [f"{parent}/{name}" for parent in _parents(root)]
+        self._folders = [f"{parent}/{name}-{os.getpid()}" for parent in _parents(root)]
         self._is_unified = _is_unified(root)
         for folder in self._folders:
             os.mkdir(folder)
@@ -99,10 +99,10 @@ class ControlGroup:
 
 
 def sweep(root: str = ROOT) -> None:
-    """Remove empty groups that a killed shim left behind."""
+    """Remove the groups of owners that were killed: a name ends with its owner's process id."""
     for parent in _parents(root):
-        with contextlib.suppress(OSError):
-            for entry in os.scandir(parent):
-                if entry.is_dir():
-                    with contextlib.suppress(OSError):
-                        os.rmdir(entry.path)
+        for name in os.listdir(parent) if os.path.isdir(parent) else ():
+            owner = name.rpartition("-")[2]
+            if owner.isdigit() and not os.path.exists(f"/proc/{owner}"):
+                with contextlib.suppress(OSError):
+                    os.rmdir(f"{parent}/{name}")

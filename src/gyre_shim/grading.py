@@ -51,7 +51,7 @@ def run(order: dict[str, Any]) -> int:
             processes.adopt_orphans()
         if order["control_group"]:
             memory_bytes = order["memory_bytes"] + DISK_BYTES
-            group = ControlGroup(f"{order['id']}-{os.getpid()}", memory_bytes=memory_bytes, processes=PROCESSES)
+            group = ControlGroup(order["id"], memory_bytes=memory_bytes, processes=PROCESSES)
         copied, refused = copy_workspace(order["workspace"], f"{folder}/work")
         _place_hidden(order, folder)
         result = _graded(order, folder, group)
@@ -93,9 +93,7 @@ def copy_workspace(source: str, target: str) -> tuple[int, list[str]]:
     copied, total = 0, 0
     refused: list[str] = []
     for base, folders, files in os.walk(source, followlinks=False):
-        folders[:] = [
-            name for name in folders if not os.path.islink(os.path.join(base, name)) and name != "__pycache__"
-        ]
+        folders[:] = [name for name in folders if not os.path.islink(os.path.join(base, name)) and _is_plain(name)]
         inside = os.path.join(target, os.path.relpath(base, source))
         os.makedirs(inside, exist_ok=True)
         for name in files:

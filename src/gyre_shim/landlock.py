@@ -16,9 +16,7 @@ from gyre_shim.sandbox import DEVICES, SYSTEM_FILES, SYSTEM_FOLDERS, SandboxErro
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 """System calls with one number on every architecture."""
 _RULE_PATH_BENEATH, _RULE_NET_PORT = 1, 2
-_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _REFER, _TRUNCATE, _IOCTL_DEV = (
-    1 << bit for bit in (0, 1, 2, 3, 13, 14, 15)
-)
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE, _IOCTL_DEV = (1 << bit for bit in (0, 1, 2, 3, 14, 15))
 _READ = _EXECUTE | _READ_FILE | _READ_DIR
 _CONNECT_TCP = 2
 _ALL_FILE_BITS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}

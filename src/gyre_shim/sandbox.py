@@ -171,7 +171,7 @@ def _show(root: str, path: str, *, read_only: bool = True) -> None:
 def drop_privileges(
     *, user: int, memory_bytes: int, processes: int, file_bytes: int, cpu_s: int, counts_address_space: bool = True
 ) -> None:
-    """Become an ordinary user without capabilities or ways to get any, under resource limits.
+    """Become an ordinary user without capabilities or ways to get any, under resource limits, to end with the parent.
 
     As root the process takes the user id ``user``, one for each sandbox: the limit on processes counts by user. An
     ordinary user keeps its own id, and what else it runs at the start is added to the limit.
@@ -194,6 +194,7 @@ def drop_privileges(
         already = processes_of_user(os.getuid())
         _clear_capabilities()
         _limit(resource.RLIMIT_NPROC, already + processes)
+    die_with_parent()  # only now: the kernel takes the promise back when the user changes
     _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     _limit(resource.RLIMIT_AS if counts_address_space else resource.RLIMIT_DATA, memory_bytes)
     _limit(resource.RLIMIT_FSIZE, file_bytes)
@@ -217,7 +218,7 @@ def _clear_capabilities() -> None:
 
 
 def die_with_parent() -> None:
-    """Be killed when the parent ends; a change of user ends the promise."""
+    """Be killed when the parent ends."""
     _libc.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0)
 
 

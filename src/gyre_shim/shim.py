@@ -43,8 +43,7 @@ def run(order: dict[str, Any]) -> int:
         else:
             processes.adopt_orphans()
         if order["control_group"]:
-            name = f"{order['id']}-{os.getpid()}"
-            group = ControlGroup(name, memory_bytes=order["memory_bytes"], processes=order["processes"])
+            group = ControlGroup(order["id"], memory_bytes=order["memory_bytes"], processes=order["processes"])
         if order["sandbox"] == "container":
             container = Container(order, {order["workspace"]: order["workdir"]}, order["workdir"])
             container.start()
@@ -110,7 +109,6 @@ def _start_harness(
 
 def _enter_namespaces(order: dict[str, Any], _port: int) -> str:
     """Move into a private root; returns the home folder."""
-    sandbox.die_with_parent()
     sandbox.enter_root(
         root=f"{order['folder']}/root",
         writable={order["workspace"]: order["workdir"] or sandbox.WORKSPACE},
@@ -133,12 +131,7 @@ def _enter_landlock(order: dict[str, Any], port: int) -> str:
         sandbox.give((home, workspace), order["user"])
     os.chdir(workspace)
     _drop(order)
-    sandbox.die_with_parent()
-    landlock.confine(
-        writable=(workspace, home),
-        readable=readable,
-        port=port,
-    )
+    landlock.confine(writable=(workspace, home), readable=readable, port=port)
     return home
 
 

@@ -18,7 +18,6 @@ from gyre_shim.quota import used_bytes
 
 USER = 199_999
 """User of a trial, as root."""
-KINDS = ("namespaces", "landlock")
 
 
 def tried(kind: str) -> dict[str, Any]:
@@ -39,6 +38,7 @@ def tried(kind: str) -> dict[str, Any]:
 
 
 def _in_child(kind: str, folder: str, port: int) -> dict[str, Any]:
+    starter = os.getpid()
     reading, writing = os.pipe()
     first = os.fork()
     if not first:
@@ -49,7 +49,7 @@ def _in_child(kind: str, folder: str, port: int) -> dict[str, Any]:
             if child:
                 os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
             _confine(kind, folder)
-            said: dict[str, Any] = {"works": True, "breaks": _breaks(folder, port)}
+            said: dict[str, Any] = {"works": True, "breaks": _breaks(folder, port, starter)}
         except (OSError, sandbox.SandboxError) as error:
             said = {"works": False, "reason": str(error)}
         os.write(writing, json.dumps(said).encode())
@@ -76,8 +76,11 @@ def _confine(kind: str, folder: str) -> None:
         landlock.confine(writable=(f"{folder}/work",), readable=(), port=None)
 
 
-def _breaks(folder: str, port: int) -> list[str]:
-    """Return what worked and should not; writing in the own folder must work."""
+def _breaks(folder: str, port: int, starter: int) -> list[str]:
+    """Return what worked and should not; writing in the own folder must work.
+
+    In a process namespace the id of the trial's ``starter`` means nobody.
+    """
     with open("own", "w") as file:
         file.write("mine")
     if used_bytes(".", limit_bytes=1 << 20) == 0:
@@ -86,7 +89,7 @@ def _breaks(folder: str, port: int) -> list[str]:
         "read a file outside": lambda: open(f"{folder}/outside/secret").close(),
         "write outside": lambda: open(f"{folder}/outside/new", "w").close(),
         "connect to a port of the host": lambda: socket.create_connection(("127.0.0.1", port), 1).close(),
-        "signal the process that started it": lambda: os.kill(_outer_parent(), 0),
+        "signal the process that started it": lambda: os.kill(starter, 0),
     }
     found = []
     for name, attempt in attempts.items():
@@ -98,16 +101,10 @@ def _breaks(folder: str, port: int) -> list[str]:
     return found
 
 
-def _outer_parent() -> int:
-    """Return the id that the trial's starter has outside; in a process namespace it means nobody."""
-    return int(os.environ.get("GYRE_TRIAL_PARENT", "0")) or 2**22
-
-
 def main() -> int:
     """Print what the way that is named in the arguments gives, and whether control groups can be made."""
-    kind = sys.argv[1]
-    os.environ["GYRE_TRIAL_PARENT"] = str(os.getpid())
-    answer = tried(kind)
+    answer = tried(sys.argv[1])
+    cgroup.sweep()
     answer["control_groups"] = cgroup.can_limit()
     sys.stdout.write(json.dumps(answer) + "\n")
     return 0 if answer["works"] else 1

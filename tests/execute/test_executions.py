@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 
 from opengyre.core.config import Config, decode_config
+from opengyre.core.errors import HarnessError
 from opengyre.core.types import Task
 from opengyre.execute.isolation import Isolation, choose_isolation, try_isolation
 from opengyre.execute.launcher import ForkServer
@@ -241,6 +242,26 @@ async def test_a_stopped_execution_ends_and_says_so(bench):
     end = await running
     assert end.error == "stopped"
     assert end.status == -signal.SIGKILL
+
+
+async def test_a_harness_ends_with_its_shim(bench):
+    running = asyncio.create_task(bench.run("import time; ask(); time.sleep(74.75)"))
+    while not bench.proxy.receipts:
+        await asyncio.sleep(0.02)
+    ((_, mark),) = live_shims(bench.folder / "x")
+    os.kill(mark.pid, signal.SIGKILL)
+    with pytest.raises(HarnessError, match=r"wrote no exit\.json"):
+        await running
+    for _ in range(50):
+        left = [
+            path for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists() and b"74.75" in path.read_bytes()
+        ]
+        if not left:
+            break
+        await asyncio.sleep(0.1)
+    assert left == []
+    assert try_isolation(bench.isolation.kind).works
+    assert not list(Path("/sys/fs/cgroup").glob(f"**/opengyre/one-{mark.pid}"))
 
 
 async def test_a_harness_that_fills_its_workspace_is_ended_and_says_so(bench):
