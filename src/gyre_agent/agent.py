@@ -45,7 +45,7 @@ class Limits:
     main_turns: int = 10
     sub_turns: int = 6
     malformed: int = 12
-    room_tokens: int = 22
+    room_tokens: int = 28
     """Growth of the main context over its first answer that makes the agent compact."""
     main_reply_tokens: int = 12
     sub_reply_tokens: int = 160
@@ -99,19 +99,23 @@ class Agent:
                 messages.append(self._bad_call(call_id))
             else:
                 word = self._coder(str(arguments["module"]), section)
-                messages.append(_result(call_id, f"{arguments['module']} {word}"))
+                messages.append(_result(call_id, f"{arguments['module']} {word} {self._left(sections)}"))
             if self.calls >= self.limits.max_calls:
                 raise Exhausted
             if reply.used_tokens - base > self.limits.room_tokens:
-                messages, base = self._compact(head, messages), 0
+                messages, base = self._compact(head, messages, self._left(sections)), 0
 
-    def _compact(self, head: list[Json], messages: list[Json]) -> list[Json]:
-        """Return the context that goes on after a summary."""
+    def _left(self, sections: dict[str, str]) -> str:
+        """Return the state of the work, as a list of things to do has it."""
+        return " ".join(["left", *(module for module in sections if not self.workspace.has(module))])
+
+    def _compact(self, head: list[Json], messages: list[Json], left: str) -> list[Json]:
+        """Return the context that goes on after a summary; what is left to do goes beside it."""
         asked = [*messages, _user(COMPACTION)]
         reply = self._ask(asked, MAIN_TOOLS, self.limits.summary_tokens, "main", kind="compaction")
         if self.calls >= self.limits.max_calls:
             raise Exhausted
-        return [*head, _user(reply.message.get("content") or "")]
+        return [*head, _user(f"{reply.message.get('content') or ''} {left}".strip())]
 
     # -- a coder ----------------------------------------------------------------------------------------------
 
