@@ -7,12 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opengyre.algorithm.loss import LossSettings
+from opengyre.algorithm.settings import LossSettings
 from opengyre.core.errors import FileError, InvariantError
 from opengyre.core.types import Role, Row
 from opengyre.model.decoder import DecoderConfig, Parameters, init_parameters
 from opengyre.model.weights import write_tensors
-from opengyre.train.optimizer import EPSILON, OptimizerSettings
+from opengyre.train.optimizer import EPSILON
+from opengyre.train.settings import OptimizerSettings
 from opengyre.train.trainer import Trainer, batches_of, target_logprobs
 
 CONFIG = DecoderConfig(vocab_size=40, hidden_size=16, layers=2, heads=4, kv_heads=2, mlp_size=24, context_tokens=64)

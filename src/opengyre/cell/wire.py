@@ -9,14 +9,14 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from opengyre.algorithm.loss import LossSettings
+from opengyre.algorithm.settings import LossSettings
 from opengyre.core.arrays import decode_array, encode_array
 from opengyre.core.cells import WeightsRef
 from opengyre.core.errors import InvariantError
 from opengyre.core.events import Mode
 from opengyre.core.protocols import GenerateRequest
 from opengyre.core.types import Row
-from opengyre.train.optimizer import OptimizerSettings
+from opengyre.train.settings import OptimizerSettings
 
 HEADER = struct.Struct("<I")
 LARGEST_FRAME_BYTES = 1 << 30

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from opengyre.algorithm.loss import LossSettings
+from opengyre.algorithm.settings import LossSettings
 from opengyre.cell.client import LocalCell
 from opengyre.cell.wire import CellSettings
 from opengyre.core.cells import WeightsRef
@@ -41,7 +41,7 @@ from opengyre.run.training_desk import TrainingDesk
 from opengyre.run.warmstart import TOKENIZER
 from opengyre.schedule.scheduler import Scheduler
 from opengyre.schedule.settings import ScheduleSettings
-from opengyre.train.trainer import OptimizerSettings
+from opengyre.train.settings import OptimizerSettings
 
 CORE = 0
 SHIM_GRACE_S = 5.0

@@ -13,14 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opengyre.algorithm.loss import LossMeasures, LossSettings, policy_loss
+from opengyre.algorithm.loss import LossMeasures, policy_loss
+from opengyre.algorithm.settings import LossSettings
 from opengyre.core.cells import MicroStepResult
 from opengyre.core.errors import FileError, InvariantError
 from opengyre.core.types import Row
 from opengyre.model.decoder import DecoderConfig, Parameters, forward_hidden, logits_of
 from opengyre.model.weights import read_tensors, write_tensors
 from opengyre.train.optimizer import AdamW, clip
-from opengyre.train.optimizer import OptimizerSettings as OptimizerSettings
+from opengyre.train.settings import OptimizerSettings
 
 BATCH_TOKENS = 2048
 """Padded tokens of one forward-backward at most; 1-2k is the cache sweet spot on CPUs."""
