@@ -16,6 +16,7 @@ from opengyre.core.errors import InvariantError
 from opengyre.core.events import Mode
 from opengyre.core.protocols import GenerateRequest
 from opengyre.core.types import Row
+from opengyre.engine.emulated import EmulatedCosts
 from opengyre.train.settings import OptimizerSettings
 
 HEADER = struct.Struct("<I")
@@ -46,6 +47,12 @@ class CellSettings(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int
     drain_s: float = 600.0
     """With ``drain``: calls in flight at a publication go on with the new weights after so long."""
+    engine: Literal["reference", "emulated"] = "reference"
+    """Which process the cell is."""
+    costs: EmulatedCosts | None = None
+    """Of the emulated engine."""
+    replies_path: str = ""
+    """Table of replies of the emulated engine."""
     kv_folder: str = ""
     """Where keys and values of handed-over calls go; empty: they are computed again by the next cell."""
 

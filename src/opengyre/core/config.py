@@ -68,6 +68,8 @@ class CellsSection(_Section, frozen=True, kw_only=True):
     """K."""
     launcher: Literal["local", "ray"] = "local"
     """`local`: an OS process a cell; `ray`: an actor a cell."""
+    engine: Literal["reference", "emulated"] = "reference"
+    """`reference`: computes; `emulated`: sleeps for as long as the costs in `options` say, and answers from scripts."""
     kv_tokens: Positive = 65536
     """Key and value capacity of a cell, in tokens."""
     max_running: Positive = 64
@@ -79,7 +81,7 @@ class CellsSection(_Section, frozen=True, kw_only=True):
     fixed_order: bool = False
     """Reduce gradients in a fixed order: bitwise repeatable, a little slower."""
     options: dict[str, Any] = {}
-    """Settings of an engine that is not ours, passed through."""
+    """Settings of the engine: the costs of the emulated one (`step_weights_s`, `train_token_s`, ...)."""
 
 
 class ScheduleSection(_Section, frozen=True, kw_only=True):

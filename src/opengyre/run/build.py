@@ -32,6 +32,7 @@ from opengyre.proxy.server import Proxy
 from opengyre.run.cell_desk import CellDesk, shared_folder
 from opengyre.run.clock import RunClock
 from opengyre.run.driver import Driver
+from opengyre.run.emulated import REPLIES, emulated_costs
 from opengyre.run.execution_desk import ExecutionDesk
 from opengyre.run.folder import RunFolder
 from opengyre.run.groups import GroupBook
@@ -129,6 +130,9 @@ def cell_settings(
         keep_versions=keep_versions(config),
         drain=config.rollout.publish == "drain",
         drain_s=config.rollout.drain_s,
+        engine=config.cells.engine,
+        costs=emulated_costs(config),
+        replies_path=str(folder.path / REPLIES) if config.cells.engine == "emulated" else "",
         kv_folder="" if config.rollout.hand_over == "prefill" else str(gradients),
         loss=LossSettings(
             importance=algorithm.importance,
