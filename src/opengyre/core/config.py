@@ -41,10 +41,8 @@ class RunSection(_Section, frozen=True, kw_only=True):
 class PolicySection(_Section, frozen=True, kw_only=True):
     """The model that is trained."""
 
-    kind: Literal["embedded", "transformers"] = "embedded"
-    """`embedded`: made by the warm start; `transformers`: loaded from `path`."""
     path: str = ""
-    """Folder of a transformers model."""
+    """Folder of a transformers model; empty: the embedded policy, made by the warm start."""
     hidden_size: Positive = 128
     """Width of the embedded policy."""
     layers: Positive = 4

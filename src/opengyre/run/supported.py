@@ -16,7 +16,7 @@ def check_supported(config: Config) -> None:
     """
     emulated_costs(config)
     wanted: tuple[tuple[str, object, tuple[object, ...] | None], ...] = (
-        ("policy.kind", config.policy.kind, ("embedded",)),
+        ("policy.path", config.policy.path, ("",)),
         ("cells.launcher", config.cells.launcher, ("local",)),
         ("cells.device", config.cells.device, ("cpu",)),
         ("cells.dtype", config.cells.dtype, ("float32",)),
