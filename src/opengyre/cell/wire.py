@@ -45,6 +45,8 @@ class CellSettings(msgspec.Struct, frozen=True, kw_only=True):
     optimizer_folder: str
     gradient_folder: str
     incarnation: int
+    fixed_order: bool = False
+    """Gradients of micro-steps are kept apart and added in the order of their ids."""
     drain_s: float = 600.0
     """With ``drain``: calls in flight at a publication go on with the new weights after so long."""
     engine: Literal["reference", "emulated"] = "reference"

@@ -50,6 +50,7 @@ class TorchCell(Cell[Parameters, MovedCache]):
             version=start.weights.version,
             loss=settings.loss,
             optimizer=settings.optimizer,
+            fixed_order=settings.fixed_order,
         )
         if start.optimizer_path:
             self.trainer.load_optimizer(Path(start.optimizer_path))

@@ -77,7 +77,7 @@ class CellsSection(_Section, frozen=True, kw_only=True):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of weights and cache in rollout mode."""
     fixed_order: bool = False
-    """Reduce gradients in a fixed order: bitwise repeatable, a little slower."""
+    """Add gradients micro-step by micro-step in a fixed order: the same bits on any cells, for more memory."""
     options: dict[str, Any] = {}
     """Settings of the engine: the costs of the emulated one (`step_weights_s`, `train_token_s`, ...)."""
 

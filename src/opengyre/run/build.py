@@ -128,6 +128,7 @@ def cell_settings(
         device=config.cells.device,
         dtype=config.cells.dtype,
         keep_versions=keep_versions(config),
+        fixed_order=config.cells.fixed_order,
         drain=config.rollout.publish == "drain",
         drain_s=config.rollout.drain_s,
         engine=config.cells.engine,

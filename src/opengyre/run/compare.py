@@ -44,7 +44,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Run every rule with every seed and number of cells, interleaved, and print the tables."""
     config = load_config(arguments.config, arguments.set)
     plans = plans_of(config, rules=arguments.rules, cells=arguments.cells, seeds=arguments.seeds)
-    rows = [compare_one(plan, arguments.out / name) for name, plan in plans]
+    rows = [compare_one(plan, arguments.out / name, is_quiet=arguments.json) for name, plan in plans]
     summary = summaries(rows)
     if arguments.json:
         sys.stdout.write(msgspec.json.encode({"rules": rows, "summary": summary}).decode() + "\n")
@@ -101,8 +101,8 @@ def rule_settings(rule: str) -> dict[str, Any]:
     return {"rule": name, "training_cells": int(count)} if dash else {"rule": name}
 
 
-def compare_one(config: Config, path: Path) -> dict[str, Any]:
-    """Run one configuration to its end and return its row.
+def compare_one(config: Config, path: Path, *, is_quiet: bool = False) -> dict[str, Any]:
+    """Run one configuration to its end and return its row; quiet: without a line a step.
 
     Raises:
         RunError: It was interrupted.
@@ -111,7 +111,7 @@ def compare_one(config: Config, path: Path) -> dict[str, Any]:
     folder = RunFolder.create(path, config)
     install_policy(folder)
     started_s, before_s = time.monotonic(), _processor_s()
-    if not drive_folder(folder, is_resumed=False):
+    if not drive_folder(folder, is_resumed=False, is_quiet=is_quiet):
         raise RunError(f"{path}: interrupted; go on with opengyre train --resume {path}")
     cores = len(os.sched_getaffinity(0))
     share = (_processor_s() - before_s) / (time.monotonic() - started_s) / cores

@@ -20,7 +20,6 @@ def check_supported(config: Config) -> None:
         ("cells.launcher", config.cells.launcher, ("local",)),
         ("cells.device", config.cells.device, ("cpu",)),
         ("cells.dtype", config.cells.dtype, ("float32",)),
-        ("cells.fixed_order", config.cells.fixed_order, (False,)),
         ("cells.options", config.cells.options, ({},) if config.cells.engine == "reference" else ANY),
         ("tasks.source", config.tasks.source, ANY if config.cells.engine == "reference" else ("minirepo",)),
         ("harness.name", config.harness.name, ANY if config.cells.engine == "reference" else ("gyre-agent",)),

@@ -77,11 +77,12 @@ def install_weights(folder: RunFolder, *, tokenizer: Path, weights: Path) -> Non
     shutil.copy(weights, folder.weights / "v00000-0.safetensors")
 
 
-def drive_folder(folder: RunFolder, *, is_resumed: bool) -> bool:
+def drive_folder(folder: RunFolder, *, is_resumed: bool, is_quiet: bool = False) -> bool:
     """Drive the run of a folder and close it; False if it was interrupted."""
     ledger = Ledger.open(folder.path)
     try:
-        return asyncio.run(drive(folder, ledger, is_resumed=is_resumed, on_change=Lines().show))
+        shown = None if is_quiet else Lines().show
+        return asyncio.run(drive(folder, ledger, is_resumed=is_resumed, on_change=shown))
     finally:
         ledger.close()
         folder.close()
