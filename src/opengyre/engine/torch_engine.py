@@ -7,52 +7,68 @@ Running calls lie in the first rows of the cache, in order, so that decoding rea
 a row changes places when a call comes or ends, not with every token.
 """
 
+from abc import abstractmethod
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from opengyre.engine.batching import PREFILL_TOKENS, BatchingEngine
 from opengyre.engine.live import LiveCall
 from opengyre.engine.moved import MovedCache, write_moved
 from opengyre.engine.sampling import sample, uniform_draws
 from opengyre.engine.slots import Placement
-from opengyre.model.decoder import DecoderConfig, KeyValueCache, Parameters, forward_cached
+from opengyre.model.decoder import CacheShape, DecoderConfig, KeyValueCache, Parameters, forward_cached
 
 
-class TorchEngine(BatchingEngine[Parameters, MovedCache]):
-    """Continuous batching over one cache, computed by torch.
+class CachedEngine(BatchingEngine[Parameters, MovedCache]):
+    """Continuous batching over one cache of keys and values; a subclass has the forward.
 
     Args:
-        config: Shape of the decoder.
+        shape: Sizes of the cache.
         slots: Sequences that the cache holds, running or kept for reuse.
         max_running: Calls decoded at once.
         kv_tokens: Tokens of running calls that may be resident at once, outputs at full length included.
         dtype: Number format of the cache; the weights bring their own.
+        device: Where cache and weights lie.
         prefill_tokens: Padded tokens of a prefill pass, and new tokens of one call in one step, at most.
     """
 
     def __init__(
         self,
-        config: DecoderConfig,
+        shape: CacheShape,
         *,
         slots: int,
         max_running: int,
         kv_tokens: int,
         dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
         prefill_tokens: int = PREFILL_TOKENS,
     ) -> None:
         super().__init__(
-            context_tokens=config.context_tokens,
+            context_tokens=shape.context_tokens,
             slots=slots,
             max_running=max_running,
             kv_tokens=kv_tokens,
             prefill_tokens=prefill_tokens,
         )
-        self.config = config
-        self._cache = KeyValueCache(config, slots=slots, dtype=dtype)
+        self.device = torch.device(device)
+        self._cache = KeyValueCache(shape, slots=slots, dtype=dtype, device=self.device)
         self._row_of = list(range(slots))
         self._slot_in = list(range(slots))
+
+    @abstractmethod
+    def _forward(self, parameters: Parameters, tokens: Tensor, rows: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
+        """Extend cached sequences and return the logits behind their last new token, [b, vocab].
+
+        Args:
+            parameters: Weights of the version.
+            tokens: [b, t] int64, right-padded new tokens.
+            rows: [b] int64, rows of the cache.
+            starts: [b] int64, tokens already cached.
+            counts: [b] int64, new tokens, at least 1.
+        """
 
     def _compute(
         self, group: list[LiveCall[MovedCache]], counts: list[int], version: int, ready: list[int]
@@ -60,14 +76,12 @@ class TorchEngine(BatchingEngine[Parameters, MovedCache]):
         tokens = np.zeros((len(group), max(counts)), np.int64)
         for row, live in enumerate(group):
             tokens[row, : counts[row]] = live.tokens[live.computed : live.computed + counts[row]]
-        logits = forward_cached(
-            self.config,
+        logits = self._forward(
             self.parameters(version),
-            self._cache,
-            torch.from_numpy(tokens),
-            torch.tensor([self._row_of[live.slot] for live in group]),
-            torch.tensor([live.computed for live in group]),
-            torch.tensor(counts),
+            torch.from_numpy(tokens).to(self.device),
+            torch.tensor([self._row_of[live.slot] for live in group], device=self.device),
+            torch.tensor([live.computed for live in group], device=self.device),
+            torch.tensor(counts, device=self.device),
         )
         if not ready:
             return []
@@ -99,22 +113,64 @@ class TorchEngine(BatchingEngine[Parameters, MovedCache]):
         return write_moved(path, MovedCache(live.version, block))
 
 
+class TorchEngine(CachedEngine):
+    """The embedded policy.
+
+    Args:
+        config: Shape of the decoder.
+        slots: Sequences that the cache holds, running or kept for reuse.
+        max_running: Calls decoded at once.
+        kv_tokens: Tokens of running calls that may be resident at once, outputs at full length included.
+        dtype: Number format of the cache; the weights bring their own.
+        device: Where cache and weights lie.
+        prefill_tokens: Padded tokens of a prefill pass, and new tokens of one call in one step, at most.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        slots: int,
+        max_running: int,
+        kv_tokens: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        prefill_tokens: int = PREFILL_TOKENS,
+    ) -> None:
+        super().__init__(
+            config,
+            slots=slots,
+            max_running=max_running,
+            kv_tokens=kv_tokens,
+            dtype=dtype,
+            device=device,
+            prefill_tokens=prefill_tokens,
+        )
+        self.config = config
+
+    def _forward(self, parameters: Parameters, tokens: Tensor, rows: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
+        return forward_cached(self.config, parameters, self._cache, tokens, rows, starts, counts)
+
+
 def sample_calls(group: list[LiveCall[MovedCache]], logits: torch.Tensor) -> list[tuple[int, float]]:
     """Return the next token and its logprob of each call under its own settings.
 
     Args:
         group: b calls.
-        logits: [b, v].
+        logits: [b, v]; half precision is sampled from, and measured, as fp32.
     """
     requests = [live.request for live in group]
     seeds = np.array([request.seed for request in requests], np.uint64)
     positions = np.array([live.sampled for live in group], np.uint64)
+    device = logits.device
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()
     restricted = any(request.top_p < 1 or request.top_k for request in requests)
     ids, logprobs = sample(
         logits,
-        temperatures=torch.tensor([request.temperature for request in requests]),
+        temperatures=torch.tensor([request.temperature for request in requests], device=device),
         draws=uniform_draws(seeds, positions),
-        top_p=torch.tensor([request.top_p for request in requests]) if restricted else None,
-        top_k=torch.tensor([request.top_k for request in requests]) if restricted else None,
+        top_p=torch.tensor([request.top_p for request in requests], device=device) if restricted else None,
+        top_k=torch.tensor([request.top_k for request in requests], device=device) if restricted else None,
     )
     return list(zip(ids.tolist(), logprobs.tolist(), strict=True))
