@@ -9,16 +9,18 @@ import pytest
 
 from opengyre.core.config import decode_config, load_config
 from opengyre.core.errors import ConfigError
-from opengyre.core.records import CellSpan, StepRecord
+from opengyre.core.records import CellSpan, RepublicationRecord, StepRecord
 from opengyre.engine.emulated import EmulatedCosts, read_replies
 from opengyre.ledger.ledger import Ledger
+from opengyre.report.results import summarise
 from opengyre.run.emulated import REPLIES, emulated_costs
+from opengyre.run.report_data import read_run
 from opengyre.run.supported import check_supported
 from opengyre.trajectory.recorded import tree_of
 
 CONFIG = """
 [run]
-steps = 2
+steps = 3
 [cells]
 count = 5
 engine = "emulated"
@@ -54,10 +56,13 @@ def test_a_run_on_five_emulated_cells_trains_and_its_harnesses_only_meet_scripte
     table = read_replies(tmp_path / "run" / REPLIES)
     ledger = Ledger.open(tmp_path / "run", read_only=True)
     steps, executions = ledger.records(StepRecord), ledger.executions()
-    assert [step.step for step in steps] == [0, 1]
+    assert [step.step for step in steps] == [0, 1, 2]
     assert all(step.trained_tokens > 0 for step in steps)
     assert {span.cell_id for span in ledger.records(CellSpan)} == set(range(5))
-    assert len(executions) == 2 * 2 * 3 + 2 * 2
+    assert len(executions) == 3 * 2 * 3 + 2 * 2
+    costs = ledger.records(RepublicationRecord)
+    assert [cost.version for cost in costs] == [1, 2, 3]
+    assert sum(cost.recomputed_tokens for cost in costs) == summarise(read_run(tmp_path / "run")).prefilled_tokens > 0
     for execution in executions:
         calls = ledger.read_calls(execution.execution_id)
         tree = tree_of(execution.execution_id, calls)

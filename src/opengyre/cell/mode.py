@@ -113,6 +113,7 @@ class Cell(ABC, Generic[WeightsT, MovedT]):
             tokens_per_s=rate,
             sampled_tokens=counters.sampled_tokens,
             prefilled_tokens=counters.prefilled_tokens,
+            recomputed_tokens=counters.recomputed_tokens,
             busy_s=self.busy_s,
         )
 

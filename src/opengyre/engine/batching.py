@@ -39,6 +39,8 @@ class EngineCounters:
     """Given tokens taken from the prefix cache."""
     moved_tokens: int = 0
     """Given tokens whose keys and values came with the call from another cell."""
+    recomputed_tokens: int = 0
+    """Of the prefilled ones: those that were cached until the weights changed, in whole blocks."""
 
 
 class BatchingEngine(ABC, Generic[WeightsT, MovedT]):
@@ -85,6 +87,7 @@ class BatchingEngine(ABC, Generic[WeightsT, MovedT]):
         """
         self.add_version(version, parameters)
         self._current = version
+        self._book.publish(version)
         in_flight = sum(live.request.pinned_version is None and live.version != version for live in self._running)
         if not drain:
             self.end_drain()
@@ -258,8 +261,10 @@ class BatchingEngine(ABC, Generic[WeightsT, MovedT]):
 
     def _seat(self, live: LiveCall[MovedT]) -> bool:
         """Give a call its slot and the keys and values that exist already."""
+        context = live.tokens[: live.length]
+        is_pinned = live.request.pinned_version is not None
         placement = self._book.place(
-            live.tokens[: live.length], version=live.version, execution_id=live.request.execution_id
+            context, version=live.version, execution_id=live.request.execution_id, is_pinned=is_pinned
         )
         if placement is None:
             return False
@@ -272,6 +277,8 @@ class BatchingEngine(ABC, Generic[WeightsT, MovedT]):
             live.computed = moved.length
             self._book.publish_prefix(live.slot, live.computed)
         self.counters.cached_tokens += placement.cached
+        if not is_pinned:
+            self.counters.recomputed_tokens += self._book.claim_stale(context, cached=live.computed)
         return True
 
     def _prefill_groups(self, waiting: list[LiveCall[MovedT]]) -> list[list[LiveCall[MovedT]]]:
