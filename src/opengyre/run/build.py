@@ -37,11 +37,12 @@ from opengyre.run.execution_desk import ExecutionDesk
 from opengyre.run.folder import RunFolder
 from opengyre.run.groups import GroupBook
 from opengyre.run.router import CellRouter
-from opengyre.run.task_source import MINIREPO, task_source
+from opengyre.run.task_source import task_source
 from opengyre.run.training_desk import TrainingDesk
 from opengyre.run.warmstart import TOKENIZER
 from opengyre.schedule.scheduler import Scheduler
 from opengyre.schedule.settings import ScheduleSettings
+from opengyre.tasks.folder import MINIREPO
 from opengyre.train.settings import OptimizerSettings
 
 CORE = 0
