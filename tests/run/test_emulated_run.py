@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from opengyre.core.config import decode_config, load_config
@@ -13,7 +14,7 @@ from opengyre.core.records import CellSpan, RepublicationRecord, StepRecord
 from opengyre.engine.emulated import EmulatedCosts, read_replies
 from opengyre.ledger.ledger import Ledger
 from opengyre.report.results import summarise
-from opengyre.run.emulated import REPLIES, emulated_costs
+from opengyre.run.emulated import PLANNED, REPLIES, PlannedCall, emulated_costs
 from opengyre.run.report_data import read_run
 from opengyre.run.supported import check_supported
 from opengyre.trajectory.recorded import tree_of
@@ -36,13 +37,15 @@ batch_groups = 2
 group_size = 3
 [policy]
 context_tokens = 640
+[harness.options]
+tool_wait_s = 0.01
 [evaluation]
 at = [0]
 tasks = 2
 """
 
 
-def test_a_run_on_five_emulated_cells_trains_and_its_harnesses_only_meet_scripted_replies(tmp_path):
+def test_a_run_on_five_emulated_cells_trains_and_its_executions_make_exactly_the_calls_that_were_planned(tmp_path):
     (tmp_path / "emulated.toml").write_text(CONFIG)
     process = subprocess.run(
         [sys.executable, "-m", "opengyre.cli", "train", "emulated.toml", "--run", "run"],
@@ -53,6 +56,7 @@ def test_a_run_on_five_emulated_cells_trains_and_its_harnesses_only_meet_scripte
         timeout=120,
     )
     assert process.returncode == 0, process.stdout + process.stderr
+    planned = msgspec.msgpack.decode((tmp_path / "run" / PLANNED).read_bytes(), type=dict[str, list[PlannedCall]])
     table = read_replies(tmp_path / "run" / REPLIES)
     ledger = Ledger.open(tmp_path / "run", read_only=True)
     steps, executions = ledger.records(StepRecord), ledger.executions()
@@ -68,6 +72,12 @@ def test_a_run_on_five_emulated_cells_trains_and_its_harnesses_only_meet_scripte
         tree = tree_of(execution.execution_id, calls)
         assert len(calls) > 1
         assert all(table.knows(tree.context_of(tree.index_of(call.call_id))) for call in calls)
+        if execution.execution_id in planned:
+            made = [(len(tree.context_of(tree.index_of(call.call_id))), len(call.output)) for call in calls]
+            script = planned.pop(execution.execution_id)
+            assert made == [(call.context_tokens, call.output_tokens) for call in script]
+            assert any(call.wait_s == 0.01 for call in script)
+    assert not planned
     ledger.close()
 
 

@@ -127,9 +127,14 @@ class ReplyTable(msgspec.Struct, frozen=True, kw_only=True):
             draws = np.random.default_rng([seed & 0xFFFFFFFF, seed >> 32])
             made_up = draws.integers(0, self.plain_ids, size=draws.geometric(1 / self.mean_tokens))
             return np.append(made_up, self.end_id).astype(np.int32)
-        script = xxhash.xxh3_64_intdigest(execution_id.encode()) % self.scripts
+        script = script_of(execution_id, self.scripts)
         chosen = next((one for one in known if one.script == script), known[seed % len(known)])
         return np.frombuffer(chosen.tokens, np.int32)
+
+
+def script_of(execution_id: str, scripts: int) -> int:
+    """Return which of ``scripts`` scripts an execution follows."""
+    return xxhash.xxh3_64_intdigest(execution_id.encode()) % scripts
 
 
 def context_key(context: Int32Array) -> int:
