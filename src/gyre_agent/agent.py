@@ -4,6 +4,7 @@ python -m gyre_agent --base-url http://127.0.0.1:8000/v1 --workspace DIR
 """
 
 import json
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +51,8 @@ class Limits:
     main_reply_tokens: int = 12
     sub_reply_tokens: int = 160
     summary_tokens: int = 16
+    tool_wait_s: float = 0.0
+    """Seconds that a coder's tool takes beside its work: stands for slow builds and tests."""
 
 
 class Exhausted(Exception):
@@ -140,6 +143,8 @@ class Agent:
 
     def _use(self, name: str, arguments: Json, module: str, functions: list[str]) -> str | None:
         """Carry out a coder's tool call on its module; None if it is malformed."""
+        if self.limits.tool_wait_s:
+            time.sleep(self.limits.tool_wait_s)
         if name in ("write_file", "append_file") and set(arguments) == {"content"}:
             self.workspace.write(module, str(arguments["content"]), append=name == "append_file")
             return "saved"

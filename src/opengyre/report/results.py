@@ -12,6 +12,7 @@ from opengyre.core.records import (
     ExecutionRecord,
     PublicationRecord,
     Record,
+    RepublicationRecord,
     RunRecord,
     StepRecord,
     SwitchRecord,
@@ -91,7 +92,7 @@ def summarise(data: RunData) -> Results:
         empty_steps=sum(step.empty for step in steps),
         resumes=max((run.incarnation for run in runs), default=0),
         publications=len(publications),
-        prefilled_tokens=sum(publication.prefilled_tokens for publication in publications),
+        prefilled_tokens=sum(one.recomputed_tokens for one in _of(data.records, RepublicationRecord)),
         step_rows=rows,
         versions=dict(runs[-1].versions) if runs else {},
     )
