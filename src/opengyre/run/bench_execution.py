@@ -162,7 +162,7 @@ class Stand:
             workspaces.append(path)
         before_s = self.cpu_s()
         for (_, task), path in zip(self.tasks, workspaces, strict=True):
-            await self.evaluator.grade(task, path)
+            await self.evaluator.evaluate(task, path, timed_out=False)
         return (self.cpu_s() - before_s) / EXECUTIONS
 
 

@@ -19,8 +19,9 @@ from rich.progress import Progress
 from opengyre.core.config import Config, load_config
 from opengyre.core.errors import ConfigError, RunError
 from opengyre.report.console import console
+from opengyre.tasks.minirepo.demonstrations import Noise
 
-RECIPE_VERSION = 16
+RECIPE_VERSION = 17
 """Raised whenever the code behind the recipe changes what it makes."""
 WEIGHTS = "weights.safetensors"
 TOKENIZER = "tokenizer.json"
@@ -44,14 +45,14 @@ class WarmStartRecipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     processes: Annotated[int, Meta(ge=1)] = 2
     lead_weight: Annotated[float, Meta(gt=0)] = 2.0
     """Weight of the lead's tokens: it says little, and what it says decides everything."""
-    wrong: _Share = 0.22
-    missed_function: _Share = 0.10
-    skipped_module: _Share = 0.12
-    untested: _Share = 0.45
-    unrepaired: _Share = 0.50
-    early_finish: _Share = 0.06
-    stray: _Share = 0.08
-    malformed: _Share = 0.04
+    wrong: _Share = Noise.wrong
+    missed_function: _Share = Noise.missed_function
+    skipped_module: _Share = Noise.skipped_module
+    untested: _Share = Noise.untested
+    unrepaired: _Share = Noise.unrepaired
+    early_finish: _Share = Noise.early_finish
+    stray: _Share = Noise.stray
+    malformed: _Share = Noise.malformed
 
 
 class WarmStartJob(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ Three stages: dense copying of names, single functions from specification to cod
 import random
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 
@@ -30,16 +31,7 @@ def demonstration_rows(
     renderer: EmbeddedRenderer, recipe: WarmStartRecipe, *, seed: str, count: int
 ) -> list[SupervisedRow]:
     """Return every context of ``count`` executions of the noisy expert."""
-    noise = Noise(
-        wrong=recipe.wrong,
-        missed_function=recipe.missed_function,
-        skipped_module=recipe.skipped_module,
-        untested=recipe.untested,
-        unrepaired=recipe.unrepaired,
-        early_finish=recipe.early_finish,
-        stray=recipe.stray,
-        malformed=recipe.malformed,
-    )
+    noise = Noise(**{field.name: getattr(recipe, field.name) for field in fields(Noise)})
     rows: list[SupervisedRow] = []
     for index in range(count):
         rng = random.Random(f"demonstration-{seed}-{index}")

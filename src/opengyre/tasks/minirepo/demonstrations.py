@@ -55,10 +55,10 @@ class Noise:
 
     wrong: float = 0.22
     missed_function: float = 0.10
-    skipped_module: float = 0.12
+    skipped_module: float = 0.25
     untested: float = 0.45
     unrepaired: float = 0.50
-    early_finish: float = 0.06
+    early_finish: float = 0.12
     stray: float = 0.08
     """A turn that the state does not ask for, with right arguments: whatever a policy comes to prefer later, it should
     know how to say it."""
