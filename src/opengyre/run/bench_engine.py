@@ -54,6 +54,7 @@ CASES = {
         ),
         batches=(1, 8, 16),
         length=12,
+        repeats=2,
         is_small=False,
     ),
 }
