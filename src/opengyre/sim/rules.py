@@ -6,7 +6,7 @@ from opengyre.core.errors import InputError
 from opengyre.schedule.settings import ScheduleSettings
 from opengyre.sim.workload import Workload
 
-FORMS = "waterlevel[:THETA], lookahead, static[:CELLS[:batch]], colocate[:sync]"
+FORMS = "waterlevel[:THETA[:QUEUE]], lookahead, static[:CELLS[:batch]], colocate[:sync]"
 
 
 def settings_of(rule: str, workload: Workload) -> ScheduleSettings:
@@ -24,8 +24,8 @@ def settings_of(rule: str, workload: Workload) -> ScheduleSettings:
         changes |= {"training_cells": _cells(options[0], rule, workload), "streaming": options[1:] == []}
     elif name == "colocate" and options in ([], ["sync"]):
         changes |= {"ahead": not options}
-    elif name == "waterlevel" and len(options) == 1:
-        changes |= {"theta": _theta(options[0], rule)}
+    elif name == "waterlevel" and options and (options[1:] == [] or (len(options) == 2 and options[1].isdigit())):
+        changes |= {"theta": _theta(options[0], rule), "queue": int(options[1]) if options[1:] else 1}
     elif options or name not in ("waterlevel", "lookahead"):
         raise InputError(f"--rules {rule}: expected {FORMS}")
     return ScheduleSettings(
