@@ -77,6 +77,16 @@ class CellBook:
         return sorted(self._asking)
 
     @property
+    def rollout(self) -> int:
+        """Cells that are in rollout mode and stay there so far."""
+        return len(self._movable)
+
+    @property
+    def returning(self) -> int:
+        """Cells on the way to rollout."""
+        return len(self._cells) - self.training - len(self._movable)
+
+    @property
     def can_feed(self) -> bool:
         """Whether a trainer asks for work."""
         return bool(self._asking)

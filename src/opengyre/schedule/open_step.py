@@ -92,6 +92,14 @@ class OpenStep:
         """Return the micro-steps that a cell works on."""
         return [micro_step for micro_step in self._by_name.values() if micro_step.running_on is not None]
 
+    def running_costs(self) -> list[float]:
+        """Return the estimated cell-seconds of the micro-steps that run."""
+        return [micro_step.cost_s for micro_step in self.running()]
+
+    def waiting_costs(self) -> list[float]:
+        """Return the estimated cell-seconds of the micro-steps that wait."""
+        return [self._by_name[name].cost_s for _, name in self._waiting]
+
     def contributions(self) -> dict[int, tuple[str, ...]]:
         """Return for each cell the micro-steps whose sums it holds, in the order of their groups."""
         found: dict[int, list[str]] = {}

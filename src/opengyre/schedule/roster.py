@@ -33,6 +33,11 @@ class Roster:
         self._dispatched_groups = 0
         self._evaluated: set[int] = set()
 
+    @property
+    def dispatched_groups(self) -> int:
+        """Training groups dispatched so far."""
+        return self._dispatched_groups
+
     def execution(self, execution_id: str) -> ExecutionState:
         """Return a dispatched execution.
 

@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from opengyre.core.errors import ConfigError
 from opengyre.core.events import Mode
 from opengyre.schedule.cells import CellBook
 from opengyre.schedule.settings import ScheduleSettings
@@ -131,16 +130,10 @@ class Colocate:
         return [(cell_id, Mode.ROLLOUT) for cell_id in view.cells.idle_trainers()]
 
 
-def rule_of(settings: ScheduleSettings) -> SwitchRule:
-    """Return the rule that the settings name; a single cell always behaves as ``colocate``.
-
-    Raises:
-        ConfigError: The rule is not built yet.
-    """
+def plain_rule_of(settings: ScheduleSettings) -> SwitchRule | None:
+    """Return the rule that the settings name if it needs no memory; a single cell always behaves as ``colocate``."""
     if len(settings.cells) == 1 or settings.rule == "colocate":
         return Colocate()
     if settings.rule == "static":
         return Static()
-    if settings.rule == "waterlevel":
-        return Waterlevel()
-    raise ConfigError(f"schedule.rule = {settings.rule!r}: this version has waterlevel, static and colocate only")
+    return Waterlevel() if settings.rule == "waterlevel" else None

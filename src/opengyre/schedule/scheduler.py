@@ -33,9 +33,10 @@ from opengyre.core.events import (
 )
 from opengyre.core.types import Kind
 from opengyre.schedule.cells import CellBook
+from opengyre.schedule.lookahead import Books, Choice, Lookahead
 from opengyre.schedule.open_step import OpenStep
 from opengyre.schedule.roster import Roster
-from opengyre.schedule.rules import RuleView, SwitchRule, rule_of
+from opengyre.schedule.rules import RuleView, SwitchRule, plain_rule_of
 from opengyre.schedule.settings import ScheduleSettings
 from opengyre.schedule.state import MicroStepState
 
@@ -52,10 +53,13 @@ class Scheduler:
 
     def __init__(self, settings: ScheduleSettings) -> None:
         self.settings = settings
-        self._rule: SwitchRule = rule_of(settings)
+        plain = plain_rule_of(settings)
+        self._lookahead = Lookahead(settings) if plain is None else None
+        self._rule: SwitchRule = plain or self._lookahead or Lookahead(settings)
         self._cells = CellBook(settings.cells)
         self._roster = Roster(settings)
         self._open = OpenStep(streaming=settings.streaming, batch_groups=settings.batch_groups)
+        self._books = Books(self._roster, self._open, self._cells)
         self._step = 0
         self._published = -1
         self._publishing: int | None = None
@@ -95,6 +99,9 @@ class Scheduler:
         self._take_places()
         commands += self._feed()
         commands += self._close()
+        if self._lookahead is not None:
+            self._books.step, self._books.published = self._step, self._published
+            self._lookahead.observe(event, now_s, self._books)
         commands += self._switch()
         return commands
 
@@ -148,6 +155,11 @@ class Scheduler:
         """Return whether a group was reported complete, and which of its micro-steps are known."""
         group = self._roster.groups[group_id]
         return group.is_complete, frozenset(group.micro_steps)
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """What the look-ahead rule has chosen so far; empty with other rules."""
+        return () if self._lookahead is None else tuple(self._lookahead.choices)
 
     @property
     def spent_groups(self) -> int:

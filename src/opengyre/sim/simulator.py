@@ -125,6 +125,7 @@ class Simulator:
         )
         outcome.events = self._number
         outcome.ended_s = self.now_s
+        outcome.choices = [(one.version, one.theta, one.floor, one.step_s) for one in self.scheduler.choices]
         if outcome.finished != outcome.executions or self._pool.waiting:
             raise InvariantError(f"{outcome.executions} executions dispatched, {outcome.finished} finished")
 
@@ -329,4 +330,5 @@ class Simulator:
             context_tokens=context,
             output_tokens=workload.output_tokens,
             prefill_token_s=workload.move_s_per_token,
+            kv_capacity_tokens=workload.kv_capacity_tokens if workload.gate else 0.0,
         )
