@@ -14,7 +14,7 @@ def work_bound_s(workload: Workload, groups: Iterable[GroupWork]) -> float:
     contexts are the measured ones.
 
     >>> group = GroupWork(0, 0, trained_tokens=1e6, output_tokens=0.0, context_tokens=0.0, alone_s=0.0)
-    >>> round(work_bound_s(Workload(batch_groups=1, load=1.0), [group]), 1)
+    >>> round(work_bound_s(Workload(batch_groups=1, steps=1, load=1.0), [group]), 1)
     19.0
     """
     first, last = workload.measured_steps

@@ -5,9 +5,8 @@ output tokens = O f, time in the environment = E f exp(Z' / 4 - 1 / 32) x the ph
 """
 
 import math
+import random
 from dataclasses import dataclass
-
-import numpy as np
 
 from opengyre.sim.workload import Workload
 
@@ -33,13 +32,18 @@ class Job:
         return sum(self.outputs)
 
 
+def generator(seed: int, group_id: int, slot: int) -> random.Random:
+    """Return the generator of one place of a run."""
+    return random.Random((seed << 80) | (group_id << 40) | slot)
+
+
 def group_draw(seed: int, group_id: int) -> float:
     """Return the standard normal draw that the executions of a group share.
 
     >>> group_draw(1, 0) == group_draw(1, 0) != group_draw(1, 1)
     True
     """
-    return float(np.random.default_rng((seed, group_id, GROUP_SLOT)).standard_normal())
+    return generator(seed, group_id, GROUP_SLOT).gauss()
 
 
 def job_of(workload: Workload, *, seed: int, group_id: int, slot: int, draw: float) -> Job:
@@ -56,8 +60,8 @@ def job_of(workload: Workload, *, seed: int, group_id: int, slot: int, draw: flo
     >>> len(job.outputs) == len(job.environments), 20e3 < job.tokens < 270e3
     (True, True)
     """
-    random = np.random.default_rng((seed, group_id, slot))
-    own, environment = random.standard_normal(2)
+    draws = generator(seed, group_id, slot)
+    own, environment = draws.gauss(), draws.gauss()
     within, between = workload.sigma_execution, workload.sigma_group
     factor = math.exp(between * draw + within * own - (between**2 + within**2) / 2)
     cap = workload.cap_h / workload.nominal_h
@@ -68,5 +72,5 @@ def job_of(workload: Workload, *, seed: int, group_id: int, slot: int, draw: flo
     outputs.append(tokens - workload.chunk_tokens * (count - 1))
     environment_s = workload.environment_s * factor * workload.environment_factor(group_id)
     environment_s *= math.exp(ENVIRONMENT_SIGMA * environment - ENVIRONMENT_SIGMA**2 / 2)
-    shares = (0.5 + 0.5 * random.standard_exponential(count)) * (environment_s / count)
-    return Job(outputs, shares.tolist(), is_capped)
+    share_s = environment_s / count
+    return Job(outputs, [share_s * (0.5 + 0.5 * draws.expovariate(1.0)) for _ in range(count)], is_capped)
