@@ -42,13 +42,19 @@ LOAD_CHANGE = 0.05
 class _GroupRun:
     """A group that is not complete: what of it is done so far."""
 
-    __slots__ = ("alone_s", "closed", "context_tokens", "draw", "output_tokens", "version")
+    __slots__ = ("draw", "parts", "version")
 
     def __init__(self, draw: float, version: int) -> None:
         self.draw = draw
         self.version = version
-        self.closed = 0
-        self.output_tokens = self.context_tokens = self.alone_s = 0.0
+        self.parts: dict[int, tuple[float, float, float]] = {}
+        """Slot to output tokens, tokens times context, and time alone."""
+
+    def work(self, group_id: int, trained_per_output: float) -> GroupWork:
+        """Return the work of the group, summed in the order of its slots, whoever ended first."""
+        outputs, contexts, alone = zip(*(part for _, part in sorted(self.parts.items())), strict=True)
+        trained = sum(outputs) * trained_per_output
+        return GroupWork(group_id, self.version, trained, sum(outputs), sum(contexts), max(alone))
 
 
 class Simulator:
@@ -60,6 +66,7 @@ class Simulator:
         name: Of the rule, for the outcome.
         seed: Of the lengths.
         on_step: Told the number of optimizer steps after each of them.
+        scheduler: One that does more than the usual one, for example watch.
 
     Example: ``Simulator(workload, settings, name="waterlevel", seed=1).run().step_done_s``.
     """
@@ -72,8 +79,9 @@ class Simulator:
         name: str,
         seed: int,
         on_step: Callable[[int], None] | None = None,
+        scheduler: Scheduler | None = None,
     ) -> None:
-        self.scheduler = Scheduler(settings)
+        self.scheduler = Scheduler(settings) if scheduler is None else scheduler
         self.outcome = Outcome(name, seed)
         self.now_s = 0.0
         self._workload = workload
@@ -208,16 +216,14 @@ class Simulator:
     def _scored(self, live: Live) -> None:
         self._tell(SlotClosed(execution_id=live.execution_id))
         group = self._groups[live.group_id]
-        self._add_work(group, live.job, live.chunk)
-        group.closed += 1
-        if group.closed < self._workload.group_size:
+        group.parts[live.slot] = self._part(live.job, live.chunk)
+        if len(group.parts) < self._workload.group_size:
             return
         del self._groups[live.group_id]
-        trained = group.output_tokens * self._workload.trained_per_output(live.group_id)
+        work = group.work(live.group_id, self._workload.trained_per_output(live.group_id))
+        trained = work.trained_tokens
         count = max(1, round(trained / self._workload.micro_step_tokens)) if trained else 0
-        self.outcome.groups[live.group_id] = GroupWork(
-            live.group_id, group.version, trained, group.output_tokens, group.context_tokens, group.alone_s
-        )
+        self.outcome.groups[live.group_id] = work
         self._tokens[live.group_id] = trained
         self._tell(GroupComplete(group_id=live.group_id, valid_slots=self._workload.group_size, micro_steps=count))
         for index in range(count):
@@ -234,16 +240,16 @@ class Simulator:
                 )
             )
 
-    def _add_work(self, group: _GroupRun, job: Job, chunks: int) -> None:
+    def _part(self, job: Job, chunks: int) -> tuple[float, float, float]:
         workload = self._workload
-        alone_s = workload.evaluate_s
+        outputs, contexts, alone_s = 0.0, 0.0, workload.evaluate_s
         for chunk in range(chunks):
             tokens, context = job.outputs[chunk], workload.context_tokens(chunk)
-            group.output_tokens += tokens
-            group.context_tokens += tokens * context
+            outputs += tokens
+            contexts += tokens * context
             token_s = workload.step_weights_s + workload.request_s + context * workload.context_token_s
             alone_s += tokens * token_s + job.environments[chunk]
-        group.alone_s = max(group.alone_s, alone_s)
+        return outputs, contexts, alone_s
 
     # -- cells ------------------------------------------------------------------------------------------------
 
