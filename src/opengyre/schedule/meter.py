@@ -28,8 +28,11 @@ from opengyre.schedule.twin import Rates
 PRIOR_SIGMA = 0.3
 """Between and within groups, until enough groups are complete."""
 ENOUGH_GROUPS = 20
-KEPT_GROUPS = 64
-TEMPLATES = 32
+KEPT_GROUPS = 128
+"""Complete groups whose lengths stand for those of groups to come."""
+PRIOR_GROUPS = 32
+FORGET = 0.03
+"""Weight of the newest group in what training costs."""
 
 
 class Mean:
@@ -85,14 +88,16 @@ class Meter:
         self._groups: deque[list[float]] = deque(maxlen=KEPT_GROUPS)
         self._cost_of_group: dict[int, float] = {}
         self._score_s, self._optimizer_s, self._publish_s, self._switch_s = (Mean(0.0) for _ in range(4))
-        self._train_s, self._count = Mean(0.0, 0.05), Mean(1.0, 0.05)
+        self._count = Mean(1.0, FORGET)
+        self._trained_s = self._trained_tokens = 0.0
+        self._tokens_of_group: dict[int, float] = {}
         self._last_trained_s = self._last_step_s = 0.0
         self._switch_began_s: dict[int, float] = {}
 
     @property
     def train_s_per_token(self) -> float:
         """Cell-seconds of training a sampled token."""
-        return self._train_s.value
+        return self._trained_s / self._trained_tokens if self._trained_tokens else 0.0
 
     @property
     def micro_steps(self) -> int:
@@ -144,19 +149,24 @@ class Meter:
 
     def _complete_group(self, event: GroupComplete) -> None:
         """Keep the lengths of the groups before which every group is complete: the slow ones are not missing there."""
-        self._complete[event.group_id] = self._of_group.pop(event.group_id, [])
+        lengths = self._of_group.pop(event.group_id, [])
+        self._complete[event.group_id] = lengths
+        if event.micro_steps:
+            self._tokens_of_group[event.group_id] = sum(lengths)
         while self._prefix in self._complete:
             self._groups.append(self._complete.pop(self._prefix))
             self._prefix += 1
 
     def _cost(self, event: MicroStepReady, roster: Roster) -> None:
+        """Learn what a sampled token costs in training: a ratio of sums, since a mean of ratios would be too high."""
         group = roster.groups.get(event.group_id)
-        lengths = self._complete.get(event.group_id) or (self._groups[-1] if self._groups else [])
         cost_s = self._cost_of_group.pop(event.group_id, 0.0) + event.cost_s
         if group is None or not group.has_arrived:
             self._cost_of_group[event.group_id] = cost_s
-        elif sum(lengths) > 0:
-            self._train_s.add(cost_s / sum(lengths))
+            return
+        tokens = self._tokens_of_group.pop(event.group_id, 0.0)
+        self._trained_s += cost_s - FORGET * self._trained_s
+        self._trained_tokens += tokens - FORGET * self._trained_tokens
 
     def _machinery(self, event: Event, now_s: float) -> None:
         if isinstance(event, MicroStepDone):
@@ -188,7 +198,7 @@ class Meter:
         """Return lengths of typical groups: complete ones, before that a lognormal law around the expected mean."""
         known = [group for group in self._groups if group]
         if len(known) >= ENOUGH_GROUPS:
-            return tuple(tuple(group) for group in known[-TEMPLATES:])
+            return tuple(tuple(group) for group in known)
         return prior_templates(self._measured.output_tokens, self._group_size)
 
 
@@ -200,11 +210,11 @@ def prior_templates(mean: float, group_size: int) -> tuple[tuple[float, ...], ..
     True
     """
     normal = NormalDist()
-    order = [(index * 7 + 3) % TEMPLATES for index in range(TEMPLATES)]
+    order = [(index * 7 + 3) % PRIOR_GROUPS for index in range(PRIOR_GROUPS)]
     groups = []
     for index in order:
-        between = normal.inv_cdf((index + 0.5) / TEMPLATES)
-        shift = (index * 5 % TEMPLATES + 0.5) / TEMPLATES
+        between = normal.inv_cdf((index + 0.5) / PRIOR_GROUPS)
+        shift = (index * 5 % PRIOR_GROUPS + 0.5) / PRIOR_GROUPS
         within = [normal.inv_cdf((slot + shift) / group_size) for slot in range(group_size)]
         groups.append(tuple(_lognormal(mean, between, own) for own in within))
     return tuple(groups)

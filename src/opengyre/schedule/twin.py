@@ -44,12 +44,24 @@ class Rates:
 
     def token_s(self, live: int, cells: float) -> float:
         """Return seconds in which each of ``live`` executions on ``cells`` makes one token."""
-        running = float(live)
-        if self.kv_capacity_tokens and self.context_tokens:
-            running = min(running, max(1.0, cells * self.kv_capacity_tokens / self.context_tokens))
+        running = self._running(live, cells)
+        return (self._step_s(running, cells) + self.outside_s) * live / running
+
+    def engine_share(self, live: int, cells: float) -> float:
+        """Return the share of its time that an execution spends in the engine, where a stall can reach it."""
+        running = self._running(live, cells)
+        step_s = self._step_s(running, cells)
+        return step_s / (step_s + self.outside_s) * running / live if step_s else 0.0
+
+    def _running(self, live: int, cells: float) -> float:
+        """Executions that are not held by the KV gate."""
+        if not self.kv_capacity_tokens or not self.context_tokens:
+            return float(live)
+        return min(float(live), max(1.0, cells * self.kv_capacity_tokens / self.context_tokens))
+
+    def _step_s(self, running: float, cells: float) -> float:
         load = self.weights_s + self.request_s * running / cells - self.outside_s
-        step_s = (load + math.sqrt(load * load + 4 * self.weights_s * self.outside_s)) / 2
-        return (step_s + self.outside_s) * live / running
+        return (load + math.sqrt(load * load + 4 * self.weights_s * self.outside_s)) / 2
 
 
 @dataclass(frozen=True)
@@ -238,6 +250,9 @@ class Twin:
             self._level += len(template)
 
     def _stall(self, seconds: float) -> None:
+        """Hold all cells up: only executions that are in the engine notice."""
+        if self._level and self._rollout:
+            seconds *= self._rates.engine_share(self._level, self._rollout)
         self._stalled_until_s = max(self._now_s, self._stalled_until_s) + seconds
 
     def _act(self) -> None:
