@@ -23,7 +23,7 @@ class Wakes:
 
 
 def live(key: int, tokens: float, group: int = 0) -> Live:
-    return Live(key, f"e{key}", group, key, Job([tokens, tokens], [0.0, 0.0], is_capped=False), 0.0)
+    return Live(key, f"e{key}", group, key, Job([tokens, tokens], [0.0, 0.0], [10.0, 10.0], is_capped=False), 0.0)
 
 
 def test_two_calls_share_a_cell_and_the_rate_changes_when_one_ends():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from opengyre.core.events import Mode
 from opengyre.sim.bounds import latency_bound_s, step_ends_s, work_bound_s
-from opengyre.sim.lengths import group_draw, job_of
+from opengyre.sim.lengths import JobSource
 from opengyre.sim.outcome import Outcome, hours_per_step, shares, staleness
 from opengyre.sim.rules import settings_of
 from opengyre.sim.simulator import Simulator
@@ -43,7 +43,7 @@ def test_a_latency_bound_single_group_takes_its_longest_execution():
     workload = changed(STEADY, batch_groups=1, group_size=2, cells=3, gpus=24, phi=0, mu=1, sigma_execution=0.3)
     total_s = 0.0
     for group in range(workload.steps):
-        jobs = [job_of(workload, seed=1, group_id=group, slot=slot, draw=group_draw(1, group)) for slot in range(2)]
+        jobs = [JobSource(workload, seed=1).job(group_id=group, slot=slot) for slot in range(2)]
         alone = []
         for job in jobs:
             contexts = [workload.context_tokens(chunk) for chunk in range(len(job.outputs))]

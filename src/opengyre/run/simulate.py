@@ -18,7 +18,7 @@ from opengyre.core.errors import ConfigError, FileError, InputError
 from opengyre.report.console import console
 from opengyre.report.statistics import mean_interval
 from opengyre.run.simulate_page import simulate_page
-from opengyre.sim.bounds import bound_s, latency_bound_s, work_bound_s
+from opengyre.sim.bounds import latency_bound_s, work_bound_s
 from opengyre.sim.outcome import Outcome, shares, staleness, trained_tokens_per_hour
 from opengyre.sim.rules import FORMS, settings_of
 from opengyre.sim.study import Progress as StepProgress
@@ -148,7 +148,7 @@ def row_of(one: Study, result: RuleResult) -> dict[str, Any]:
 
     shared = [shares(outcome) for outcome in outcomes]
     hours = result.each_hours(workload)
-    bounds = [bound_s(workload, outcome.groups.values()) / 3600 for outcome in outcomes]
+    bounds = [one.bound_hours(outcome, index) for index, outcome in enumerate(outcomes)]
     return {
         "rule": result.rule,
         "hours_per_step": mean(hours),
@@ -183,7 +183,7 @@ def study_json(one: Study) -> dict[str, Any]:
     workload = one.workload
     first: Sequence[Outcome] = one.results[0].outcomes
     groups = [outcome.groups.values() for outcome in first]
-    best = None
+    best, relaxed = None, one.relaxed_hours
     if one.best_static is not None:
         best = {"training_cells": one.best_static[0], "hours_per_step": one.best_static[1].hours(workload)}
     return {
@@ -193,6 +193,7 @@ def study_json(one: Study) -> dict[str, Any]:
         "bounds": {
             "work_hours_per_step": sum(work_bound_s(workload, some) for some in groups) / 3600 / len(groups),
             "latency_hours_per_step": sum(latency_bound_s(workload, some) for some in groups) / 3600 / len(groups),
+            "relaxed_hours_per_step": None if relaxed is None else sum(relaxed) / len(relaxed),
         },
         "measured_steps": list(workload.measured_steps),
         "events": sum(outcome.events for result in one.results for outcome in result.outcomes),

@@ -6,8 +6,10 @@ output tokens = O f, time in the environment = E f exp(Z' / 4 - 1 / 32) x the ph
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from opengyre.sim.traces import Session
 from opengyre.sim.workload import Workload
 
 GROUP_SLOT = 1 << 20
@@ -19,11 +21,13 @@ ENVIRONMENT_SIGMA = 0.25
 class Job:
     """The work of one execution: chunks of sampled tokens, each with a visit to the environment behind it.
 
-    Example: ``Job(outputs=[8000.0, 2000.0], environments=[60.0, 20.0], is_capped=False).tokens`` is 10000.
+    Example: ``Job([8000.0, 2000.0], [60.0, 20.0], [3e4, 4e4], is_capped=False).tokens`` is 10000.
     """
 
     outputs: list[float]
     environments: list[float]
+    contexts: Sequence[float]
+    """Context tokens of each chunk; there may be more of them than chunks."""
     is_capped: bool
 
     @property
@@ -46,31 +50,68 @@ def group_draw(seed: int, group_id: int) -> float:
     return generator(seed, group_id, GROUP_SLOT).gauss()
 
 
-def job_of(workload: Workload, *, seed: int, group_id: int, slot: int, draw: float) -> Job:
-    """Return the work of a slot; an attempt after a drop has the same.
+class JobSource:
+    """Gives each place of a run its work.
 
     Args:
         workload: Means and spreads.
         seed: Of the simulation.
-        group_id: Place in the run.
-        slot: Place in the group.
-        draw: What ``group_draw`` gave.
+        sessions: Executions of a trace to draw from instead.
 
-    >>> job = job_of(Workload(), seed=1, group_id=0, slot=0, draw=0.0)
+    >>> job = JobSource(Workload(), seed=1).job(group_id=0, slot=0)
     >>> len(job.outputs) == len(job.environments), 20e3 < job.tokens < 270e3
     (True, True)
     """
-    draws = generator(seed, group_id, slot)
-    own, environment = draws.gauss(), draws.gauss()
-    within, between = workload.sigma_execution, workload.sigma_group
-    factor = math.exp(between * draw + within * own - (between**2 + within**2) / 2)
-    cap = workload.cap_h / workload.nominal_h
-    is_capped, factor = factor > cap, min(factor, cap)
-    tokens = workload.output_tokens * factor
-    count = max(1, math.ceil(tokens / workload.chunk_tokens))
-    outputs = [workload.chunk_tokens] * (count - 1)
-    outputs.append(tokens - workload.chunk_tokens * (count - 1))
-    environment_s = workload.environment_s * factor * workload.environment_factor(group_id)
-    environment_s *= math.exp(ENVIRONMENT_SIGMA * environment - ENVIRONMENT_SIGMA**2 / 2)
-    share_s = environment_s / count
-    return Job(outputs, [share_s * (0.5 + 0.5 * draws.expovariate(1.0)) for _ in range(count)], is_capped)
+
+    def __init__(self, workload: Workload, *, seed: int, sessions: tuple[Session, ...] = ()) -> None:
+        self._workload = workload
+        self._seed = seed
+        self._cap = workload.cap_h / workload.nominal_h
+        most = math.ceil(workload.output_tokens * self._cap / workload.chunk_tokens) + 1
+        self._contexts = [workload.context_tokens(chunk) for chunk in range(most)]
+        self._sessions = sessions
+        self._draws: dict[int, float] = {}
+
+    def job(self, *, group_id: int, slot: int) -> Job:
+        """Return the work of a slot; an attempt after a drop has the same."""
+        draws = generator(self._seed, group_id, slot)
+        if self._sessions:
+            return self._recorded(self._sessions[draws.randrange(len(self._sessions))], group_id)
+        return self._drawn(draws, group_id, slot)
+
+    def _drawn(self, draws: random.Random, group_id: int, slot: int) -> Job:
+        workload = self._workload
+        if slot == 0 or group_id not in self._draws:
+            self._draws = {group_id: group_draw(self._seed, group_id)}
+        own, environment = draws.gauss(), draws.gauss()
+        within, between = workload.sigma_execution, workload.sigma_group
+        factor = math.exp(between * self._draws[group_id] + within * own - (between**2 + within**2) / 2)
+        is_capped, factor = factor > self._cap, min(factor, self._cap)
+        tokens = workload.output_tokens * factor
+        count = max(1, math.ceil(tokens / workload.chunk_tokens))
+        outputs = [workload.chunk_tokens] * (count - 1)
+        outputs.append(tokens - workload.chunk_tokens * (count - 1))
+        environment_s = workload.environment_s * factor * workload.environment_factor(group_id)
+        environment_s *= math.exp(ENVIRONMENT_SIGMA * environment - ENVIRONMENT_SIGMA**2 / 2)
+        share_s = environment_s / count
+        visits = [share_s * (0.5 + 0.5 * draws.expovariate(1.0)) for _ in range(count)]
+        return Job(outputs, visits, self._contexts, is_capped)
+
+    def _recorded(self, session: Session, group_id: int) -> Job:
+        factor, cap_s = self._workload.environment_factor(group_id), self._workload.trace_gap_cap_s
+        return Job(
+            [call.output_tokens for call in session],
+            [min(call.gap_s, cap_s) * factor for call in session],
+            [call.context_tokens for call in session],
+            is_capped=False,
+        )
+
+    def expected(self) -> tuple[float, float, float]:
+        """Return what is expected of an execution: sampled tokens, time in the environment, context tokens."""
+        if not self._sessions:
+            context = sum(self._contexts) / len(self._contexts)
+            return self._workload.output_tokens, self._workload.environment_s, context
+        jobs = [self._recorded(session, 0) for session in self._sessions]
+        tokens = sum(job.tokens for job in jobs)
+        contexts = sum(sum(map(float.__mul__, job.outputs, job.contexts)) for job in jobs)
+        return tokens / len(jobs), sum(sum(job.environments) for job in jobs) / len(jobs), contexts / tokens

@@ -179,7 +179,6 @@ class Pool:
         self._held: list[tuple[int, int, int, Live]] = []
         self._parked: list[Live] = []
         self._capacity = workload.kv_capacity_tokens
-        self._contexts = [workload.context_tokens(chunk) for chunk in range(workload.context_period_chunks)]
         self._weights_s, self._request_s = workload.step_weights_s, workload.request_s
         self._context_s = workload.context_token_s
         self.moved_tokens = 0.0
@@ -208,7 +207,7 @@ class Pool:
             mean = self._residents / self._order.size
             if len(cell.residents) > MANY * mean and len(best.residents) < FEW * mean:
                 cell = best
-        context = self._contexts[live.chunk % len(self._contexts)]
+        context = live.job.contexts[live.chunk]
         own = live.kv_tokens if live.cell is cell else 0.0
         if self._workload.gate and cell.kv_tokens - own + context > self._capacity:
             verdict = admit(
@@ -297,7 +296,7 @@ class Pool:
         """Let held executions onto a cell while they fit, the oldest group first."""
         while self._held:
             live = self._held[0][3]
-            context = self._contexts[live.chunk % len(self._contexts)]
+            context = live.job.contexts[live.chunk]
             fits = can_resume(
                 call_tokens=int(context), resident_tokens=int(cell.kv_tokens), capacity_tokens=int(self._capacity)
             )

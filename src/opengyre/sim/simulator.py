@@ -30,9 +30,10 @@ from opengyre.core.events import (
 )
 from opengyre.schedule.scheduler import Scheduler
 from opengyre.schedule.settings import ScheduleSettings
-from opengyre.sim.lengths import Job, group_draw, job_of
+from opengyre.sim.lengths import Job, JobSource
 from opengyre.sim.outcome import GroupWork, Outcome, Span
 from opengyre.sim.pool import Live, Pool, SimCell
+from opengyre.sim.traces import Session
 from opengyre.sim.workload import Workload
 
 LOAD_CHANGE = 0.05
@@ -42,10 +43,9 @@ LOAD_CHANGE = 0.05
 class _GroupRun:
     """A group that is not complete: what of it is done so far."""
 
-    __slots__ = ("draw", "parts", "version")
+    __slots__ = ("parts", "version")
 
-    def __init__(self, draw: float, version: int) -> None:
-        self.draw = draw
+    def __init__(self, version: int) -> None:
         self.version = version
         self.parts: dict[int, tuple[float, float, float]] = {}
         """Slot to output tokens, tokens times context, and time alone."""
@@ -65,6 +65,7 @@ class Simulator:
         settings: The rule, and sizes that agree with the workload.
         name: Of the rule, for the outcome.
         seed: Of the lengths.
+        sessions: Executions of a trace that the work is drawn from.
         on_step: Told the number of optimizer steps after each of them.
         scheduler: One that does more than the usual one, for example watch.
 
@@ -78,6 +79,7 @@ class Simulator:
         *,
         name: str,
         seed: int,
+        sessions: tuple[Session, ...] = (),
         on_step: Callable[[int], None] | None = None,
         scheduler: Scheduler | None = None,
     ) -> None:
@@ -86,10 +88,11 @@ class Simulator:
         self.now_s = 0.0
         self._workload = workload
         self._settings = settings
-        self._seed = seed
+        self._source = JobSource(workload, seed=seed, sessions=sessions)
         self._on_step = on_step
         self._queue: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._number = 0
+        self._expected = self._source.expected()
         self._pool = Pool(workload, self._wake)
         self._inbox: deque[Event] = deque()
         self._groups: dict[int, _GroupRun] = {}
@@ -163,9 +166,9 @@ class Simulator:
     def _dispatch(self, command: Dispatch) -> None:
         group = self._groups.get(command.group_id)
         if group is None:
-            group = _GroupRun(group_draw(self._seed, command.group_id), command.version)
+            group = _GroupRun(command.version)
             self._groups[command.group_id] = group
-        job = job_of(self._workload, seed=self._seed, group_id=command.group_id, slot=command.slot, draw=group.draw)
+        job = self._source.job(group_id=command.group_id, slot=command.slot)
         self.outcome.executions += 1
         live = Live(self.outcome.executions, command.execution_id, command.group_id, command.slot, job, self.now_s)
         self._tell(Dispatched(execution_id=command.execution_id))
@@ -244,7 +247,7 @@ class Simulator:
         workload = self._workload
         outputs, contexts, alone_s = 0.0, 0.0, workload.evaluate_s
         for chunk in range(chunks):
-            tokens, context = job.outputs[chunk], workload.context_tokens(chunk)
+            tokens, context = job.outputs[chunk], job.contexts[chunk]
             outputs += tokens
             contexts += tokens * context
             token_s = workload.step_weights_s + workload.request_s + context * workload.context_token_s
@@ -325,16 +328,16 @@ class Simulator:
     def _rates(self) -> RatesMeasured:
         """What a live run measures; before the first call ended, what the workload says."""
         workload, tokens = self._workload, self._done_tokens
-        mean = sum(workload.context_tokens(chunk) for chunk in range(workload.context_period_chunks))
-        context = self._done_contexts / tokens if tokens else mean / workload.context_period_chunks
-        outside_s = self._environment_s / tokens if tokens else workload.environment_s / workload.output_tokens
+        expected_tokens, expected_s, expected_context = self._expected
+        context = self._done_contexts / tokens if tokens else expected_context
+        outside_s = (self._environment_s / tokens) if tokens else expected_s / expected_tokens
         return RatesMeasured(
             decode_request_s=workload.request_s + context * workload.context_token_s,
             decode_weights_s=workload.step_weights_s,
             environment_token_s=outside_s,
             training_token_s=workload.train_s_per_token,
             context_tokens=context,
-            output_tokens=workload.output_tokens,
+            output_tokens=expected_tokens,
             prefill_token_s=workload.move_s_per_token,
             kv_capacity_tokens=workload.kv_capacity_tokens if workload.gate else 0.0,
         )

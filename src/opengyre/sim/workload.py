@@ -121,6 +121,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Phases of the environment's time."""
     environment_cycle_steps: Positive = 1
     """Steps' worth of groups of each phase."""
+    trace: str = ""
+    """Executions of a trace instead of drawn ones: a folder or file, from the folder of the workload."""
+    trace_gap_cap_s: NotNegativeFloat = 600.0
+    """Longest gap between two calls of a trace: people who went away are not the environment."""
     steps: Positive = 48
     """Optimizer steps."""
     warmup_steps: NotNegative = 4
@@ -227,7 +231,7 @@ def load_workloads(path: Path) -> dict[str, Workload]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise FileError(f"{path}: {error}") from error
     if "base" not in data:
-        return {path.stem: decode(data, path.name)}
+        return {path.stem: decode(data, path.name, path.parent)}
     unknown = sorted(set(data) - {"base", "regimes", "paper"})
     if unknown:
         raise ConfigError(f"{path.name}: {unknown[0]}: unknown; beside [base] stand [regimes] and [paper]")
@@ -238,8 +242,8 @@ def load_workloads(path: Path) -> dict[str, Workload]:
             place = f"{path.name} {section}.{name}"
             if name in found:
                 raise ConfigError(f"{place}: the name stands twice")
-            found[name] = decode({**base, **_table(changes, f"{section}.{name}", path.name)}, place)
-    return found or {path.stem: decode(base, f"{path.name} base")}
+            found[name] = decode({**base, **_table(changes, f"{section}.{name}", path.name)}, place, path.parent)
+    return found or {path.stem: decode(base, f"{path.name} base", path.parent)}
 
 
 def _table(value: object, key: str, place: str) -> dict[str, Any]:
@@ -248,7 +252,7 @@ def _table(value: object, key: str, place: str) -> dict[str, Any]:
     return value
 
 
-def decode(data: dict[str, Any], place: str) -> Workload:
+def decode(data: dict[str, Any], place: str, folder: Path = Path()) -> Workload:
     """Return the workload of a table.
 
     Raises:
@@ -258,7 +262,8 @@ def decode(data: dict[str, Any], place: str) -> Workload:
     if unknown:
         raise ConfigError(f"{place}: {unknown[0]}: unknown key of a workload")
     try:
-        return msgspec.convert(data, Workload)
+        workload = msgspec.convert(data, Workload)
+        return msgspec.structs.replace(workload, trace=str(folder / workload.trace)) if workload.trace else workload
     except msgspec.ValidationError as error:
         _refuse(str(error), data, place, error)
 
