@@ -32,6 +32,17 @@ def test_a_file_of_an_agentic_trace_is_one_execution_with_its_gaps(tmp_path):
     assert load_trace(tmp_path) == load_trace(path)
 
 
+def test_an_execution_without_calls_is_left_out(tmp_path):
+    agentic(tmp_path / "empty.json", [])
+    whole = agentic(tmp_path / "whole.json", [{"t": 0.0, "in": 1000, "out": 10}])
+    assert load_trace(tmp_path) == load_trace(whole)
+
+
+def test_a_trace_without_any_call_is_refused(tmp_path):
+    with pytest.raises(FileError, match="holds no call with sampled tokens"):
+        load_trace(agentic(tmp_path / "empty.json", []))
+
+
 def test_calls_that_extend_one_anothers_blocks_are_one_execution(tmp_path):
     path = tmp_path / "t.jsonl"
     rows = [(0, [0, 1, 2]), (1000, [0, 7, 8]), (4000, [0, 1, 3, 4])]

@@ -101,6 +101,8 @@ def _agentic(path: Path) -> Session:
             ]
         else:
             found.append(_agentic_call(request, place, 0.0))
+    if not found:
+        return ()
     found.sort(key=lambda one: one[0])
     ends = [call[0] + call[3] for call in found]
     gaps = [max(0.0, after[0] - end) for after, end in zip(found[1:], ends, strict=False)] + [0.0]
