@@ -1,7 +1,7 @@
 # Two commands need nothing but make and a Python 3.11-3.13:  make demo  and  make test.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test check check-deep harnesses docs clean
+.PHONY: help setup setup-dev demo test check check-deep gpu harnesses docs clean
 
 BIN := .venv/bin
 UNIT := -m "not slow and not gpu and not harness"
@@ -31,6 +31,9 @@ check: setup-dev  ## Formatting, lint, types, import contract, gates.
 
 check-deep: setup-dev  ## The tests that take minutes, and properties with many examples.
 	HYPOTHESIS_PROFILE=deep $(BIN)/pytest -m "not harness" $(ARGS)
+
+gpu: setup-dev  ## The tests that need a CUDA device; skipped where there is none.
+	$(BIN)/pytest -m gpu -rs $(ARGS)
 
 harnesses: setup-dev  ## Install and run real harnesses against the proxy.
 	$(BIN)/pytest -m harness $(ARGS)

@@ -4,6 +4,7 @@ python -m gyre_agent --base-url http://127.0.0.1:8000/v1 --workspace DIR
 """
 
 import json
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,11 +46,13 @@ class Limits:
     main_turns: int = 10
     sub_turns: int = 6
     malformed: int = 12
-    room_tokens: int = 22
+    room_tokens: int = 28
     """Growth of the main context over its first answer that makes the agent compact."""
     main_reply_tokens: int = 12
     sub_reply_tokens: int = 160
     summary_tokens: int = 16
+    tool_wait_s: float = 0.0
+    """Seconds that a coder's tool takes beside its work: stands for slow builds and tests."""
 
 
 class Exhausted(Exception):
@@ -99,19 +102,23 @@ class Agent:
                 messages.append(self._bad_call(call_id))
             else:
                 word = self._coder(str(arguments["module"]), section)
-                messages.append(_result(call_id, f"{arguments['module']} {word}"))
+                messages.append(_result(call_id, f"{arguments['module']} {word} {self._left(sections)}"))
             if self.calls >= self.limits.max_calls:
                 raise Exhausted
             if reply.used_tokens - base > self.limits.room_tokens:
-                messages, base = self._compact(head, messages), 0
+                messages, base = self._compact(head, messages, self._left(sections)), 0
 
-    def _compact(self, head: list[Json], messages: list[Json]) -> list[Json]:
-        """Return the context that goes on after a summary."""
+    def _left(self, sections: dict[str, str]) -> str:
+        """Return the state of the work, as a list of things to do has it."""
+        return " ".join(["left", *(module for module in sections if not self.workspace.has(module))])
+
+    def _compact(self, head: list[Json], messages: list[Json], left: str) -> list[Json]:
+        """Return the context that goes on after a summary; what is left to do goes beside it."""
         asked = [*messages, _user(COMPACTION)]
         reply = self._ask(asked, MAIN_TOOLS, self.limits.summary_tokens, "main", kind="compaction")
         if self.calls >= self.limits.max_calls:
             raise Exhausted
-        return [*head, _user(reply.message.get("content") or "")]
+        return [*head, _user(f"{reply.message.get('content') or ''} {left}".strip())]
 
     # -- a coder ----------------------------------------------------------------------------------------------
 
@@ -136,6 +143,8 @@ class Agent:
 
     def _use(self, name: str, arguments: Json, module: str, functions: list[str]) -> str | None:
         """Carry out a coder's tool call on its module; None if it is malformed."""
+        if self.limits.tool_wait_s:
+            time.sleep(self.limits.tool_wait_s)
         if name in ("write_file", "append_file") and set(arguments) == {"content"}:
             self.workspace.write(module, str(arguments["content"]), append=name == "append_file")
             return "saved"

@@ -28,6 +28,10 @@ class Workspace:
         with open(os.path.join(self._folder, "TASK.md")) as file:
             return file.read()
 
+    def has(self, module: str) -> bool:
+        """Whether a module has been written."""
+        return os.path.exists(os.path.join(self._folder, f"{module}.py"))
+
     def write(self, module: str, content: str, *, append: bool) -> None:
         """Write or extend a module."""
         with open(os.path.join(self._folder, f"{module}.py"), "a" if append else "w") as file:

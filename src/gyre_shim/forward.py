@@ -12,7 +12,8 @@ import socket
 import time
 from dataclasses import dataclass, field
 
-RETRY_S = 0.1
+from gyre_shim.receipts import RETRY_S, ReceiptPost
+
 KEEP_ALIVE_S = 15.0
 LARGEST_HEAD_BYTES = 1 << 16
 PROTOCOL_HEADER = b"x-gyre-shim: 1\r\n"
@@ -85,11 +86,7 @@ class Forwarder:
         self._number = 0
         self._upstreams: set[int] = set()
         self._open: dict[str, _Upstream] = {}
-        self._receipts: dict[str, bytes] = {}
-        self._receipt_connection: socket.socket | None = None
-        self._receipt_sent: str = ""
-        self._receipt_answer = b""
-        self._receipt_retry_s = 0.0
+        self.receipts = ReceiptPost(selector, upstream_path)
         self._away_since_s: float | None = None
         self._held_s = 0.0
         self.completed = 0
@@ -130,13 +127,7 @@ class Forwarder:
                 self._connect(upstream, now_s)
             if now_s - upstream.last_sign_s >= KEEP_ALIVE_S and not upstream.has_head and not upstream.client.is_gone:
                 self._keep_alive(upstream, now_s)
-        if self._receipts and self._receipt_connection is None and now_s >= self._receipt_retry_s:
-            self._send_receipt(now_s)
-
-    @property
-    def has_receipts(self) -> bool:
-        """Whether receipts wait to be delivered."""
-        return bool(self._receipts)
+        self.receipts.on_tick(now_s)
 
     def hang_up_all(self) -> None:
         """The harness is gone: note every open request as hung up."""
@@ -352,52 +343,7 @@ class Forwarder:
         receipt = {"request_id": upstream.request_id, "delivered": delivered, "sent_bytes": upstream.passed}
         text = json.dumps(receipt).encode()
         os.write(self._journal, text + b"\n")
-        self._receipts[upstream.request_id] = text
-        self._send_receipt(time.monotonic())
-
-    def _send_receipt(self, now_s: float) -> None:
-        """Post the oldest receipt; the next follows when it is acknowledged."""
-        if self._receipt_connection is not None or not self._receipts:
-            return
-        request_id, text = next(iter(self._receipts.items()))
-        connection = socket.socket(socket.AF_UNIX)
-        try:
-            connection.connect(self._upstream_path)
-            connection.sendall(
-                b"POST /_shim/receipt HTTP/1.1\r\nhost: shim\r\ncontent-type: application/json\r\n"
-                + PROTOCOL_HEADER
-                + b"connection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(text), text)
-            )
-        except OSError:
-            connection.close()
-            self._receipt_retry_s = now_s + RETRY_S
-            return
-        connection.setblocking(False)
-        self._receipt_connection, self._receipt_sent, self._receipt_answer = connection, request_id, b""
-        self._selector.register(connection, selectors.EVENT_READ, self._on_receipt_answer)
-
-    def _on_receipt_answer(self, _: object) -> None:
-        connection = self._receipt_connection
-        if connection is None:
-            return
-        try:
-            data = connection.recv(4096)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        self._receipt_answer += data
-        if data and b"\r\n\r\n" not in self._receipt_answer:
-            return
-        self._selector.unregister(connection)
-        connection.close()
-        self._receipt_connection = None
-        now_s = time.monotonic()
-        if self._receipt_answer.startswith((b"HTTP/1.1 200", b"HTTP/1.1 4")):
-            self._receipts.pop(self._receipt_sent, None)
-            self._send_receipt(now_s)
-        else:
-            self._receipt_retry_s = now_s + RETRY_S
+        self.receipts.add(upstream.request_id, text, time.monotonic(), is_urgent=delivered != "complete")
 
 
 def _without_close(head: bytes) -> bytes:

@@ -56,10 +56,11 @@ def run(order: dict[str, Any]) -> int:
         _place_hidden(order, folder)
         result = _graded(order, folder, group)
         result["copied"], result["refused"] = copied, refused
-        with open(order["result"] + ".part", "w") as file:
-            json.dump(result, file)
-        os.replace(order["result"] + ".part", order["result"])
+        _write_result(order, result)
         return 0
+    except (OSError, sandbox.SandboxError) as error:
+        _write_result(order, {"error": f"set-up of the scoring: {type(error).__name__}: {error}"})
+        return 70
     finally:
         if order["sandbox"] == "namespaces":
             sandbox.unmount(f"{folder}/work")
@@ -68,6 +69,12 @@ def run(order: dict[str, Any]) -> int:
         if group is not None:
             group.remove()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_result(order: dict[str, Any], result: dict[str, Any]) -> None:
+    with open(order["result"] + ".part", "w") as file:
+        json.dump(result, file)
+    os.replace(order["result"] + ".part", order["result"])
 
 
 def _place_hidden(order: dict[str, Any], folder: str) -> None:
@@ -245,6 +252,7 @@ def _drop(order: dict[str, Any]) -> None:
         file_bytes=FILE_BYTES,
         cpu_s=int(order["limit_s"]) + 60,
     )
+    sandbox.hide_from_others()
 
 
 def _grade_functions(order: dict[str, Any], writing: int) -> None:

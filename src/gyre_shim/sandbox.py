@@ -222,6 +222,11 @@ def die_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0)
 
 
+def hide_from_others() -> None:
+    """Keep other processes of the same user out of this one's memory and descriptors; undone by an exec."""
+    _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
 def give(folders: tuple[str, ...], user: int) -> None:
     """Make a user the owner of folders and all in them."""
     for folder in folders:

@@ -305,8 +305,9 @@ class _Loop:
     def _settle(self) -> None:
         """The harness is gone: every open request is hung up; deliver the receipts that are left."""
         self._forwarder.hang_up_all()
+        self._forwarder.receipts.flush(time.monotonic())
         deadline_s = time.monotonic() + (STOPPED_GRACE_S if self._stopping else RECEIPT_GRACE_S)
-        while self._forwarder.has_receipts and time.monotonic() < deadline_s:
+        while self._forwarder.receipts.has_some and time.monotonic() < deadline_s:
             for key, _ in self._selector.select(0.05):
                 if key.fd != self._wakeup:
                     self._forwarder.on_ready(key)

@@ -4,7 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opengyre.algorithm.loss import LossSettings, policy_loss
+from opengyre.algorithm.loss import policy_loss
+from opengyre.algorithm.settings import LossSettings
 from opengyre.core.types import Role, VersionRun
 from opengyre.trajectory.admission import admit
 from opengyre.trajectory.rows import rows_of

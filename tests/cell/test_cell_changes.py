@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from opengyre.algorithm.loss import LossSettings
+from opengyre.algorithm.settings import LossSettings
 from opengyre.cell.client import LocalCell
 from opengyre.cell.wire import CellSettings
 from opengyre.core.cells import HandedOver, WeightsRef

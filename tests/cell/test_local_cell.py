@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from opengyre.algorithm.loss import LossSettings
+from opengyre.algorithm.settings import LossSettings
 from opengyre.cell.client import LocalCell
 from opengyre.cell.wire import CellSettings
 from opengyre.core.cells import HandedOver, WeightsRef
@@ -20,7 +20,7 @@ from opengyre.core.protocols import GenerateRequest, Generation
 from opengyre.core.types import Role, Row
 from opengyre.model.decoder import DecoderConfig, init_parameters
 from opengyre.model.weights import read_tensors, read_version, write_version
-from opengyre.train.optimizer import OptimizerSettings
+from opengyre.train.settings import OptimizerSettings
 
 CONFIG = DecoderConfig(vocab_size=64, hidden_size=32, layers=2, heads=4, kv_heads=2, mlp_size=64, context_tokens=256)
 

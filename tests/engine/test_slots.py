@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opengyre.core.errors import InvariantError
-from opengyre.engine.slots import BLOCK_TOKENS, SlotBook
+from opengyre.engine.blocks import BLOCK_TOKENS
+from opengyre.engine.slots import SlotBook
 
 
 def ramp(length: int, *, start: int = 0) -> np.ndarray:

@@ -62,7 +62,7 @@ class StandIn:
         return web.json_response({"answer": "yes"})
 
     async def receipt(self, request: web.Request) -> web.Response:
-        self.receipts.append(await request.json())
+        self.receipts += [json.loads(line) for line in (await request.read()).splitlines()]
         return web.Response(text="ok")
 
 

@@ -152,3 +152,32 @@ async def test_minirepo_tasks_pass_the_control_gate(evaluator, folder, split):
         assert (await score(evaluator, folder, reference_files(package), task)).reward == 1.0
         empty = {name: "" for name in reference_files(package)}
         assert (await score(evaluator, folder, empty, task)).reward == 0.0
+
+
+FORGER = """
+import json, os
+forged = json.dumps({"grader": "gyre-grade-2", "tests": {"amber::one": "passed", "amber::two": "passed"}}).encode()
+places = [f"/proc/{number}/fd" for number in os.listdir("/proc") if number.isdigit() and int(number) != os.getpid()]
+for descriptor in range(3, 64):
+    try: os.write(descriptor, forged)
+    except OSError: pass
+for place in places:
+    try: names = os.listdir(place)
+    except OSError: continue
+    for name in names:
+        try: os.write(os.open(f"{place}/{name}", os.O_WRONLY | os.O_NONBLOCK), forged)
+        except OSError: pass
+"""
+FLOOD = """
+while True:
+    for descriptor in range(3, 64):
+        try: os.write(descriptor, bytes(1 << 16))
+        except OSError: pass
+"""
+
+
+@pytest.mark.parametrize("source", [FORGER, FORGER + FLOOD], ids=["forged", "forged and flooded"])
+async def test_a_candidate_cannot_speak_for_its_supervisor_nor_break_it(evaluator, folder, source):
+    outcome = await score(evaluator, folder, {"amber.py": source})
+    assert isinstance(outcome, Scored)
+    assert outcome.reward == 0.0

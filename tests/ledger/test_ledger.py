@@ -2,6 +2,7 @@
 
 import asyncio
 import sqlite3
+import threading
 
 import numpy as np
 import pytest
@@ -182,3 +183,27 @@ def test_another_schema_version_is_refused(tmp_path):
     connection.close()
     with pytest.raises(FileError, match="schema version 99, expected 2"):
         Ledger.open(tmp_path)
+
+
+def test_who_looks_at_a_run_that_starts_sees_a_whole_ledger_or_none(tmp_path):
+    seen: list[str] = []
+    is_over = threading.Event()
+
+    def look() -> None:
+        while not is_over.is_set():
+            try:
+                Ledger.open(tmp_path / str(len(made)), read_only=True).close()
+            except FileError as error:
+                seen.append(str(error))
+
+    made: list[int] = []
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    for number in range(30):
+        (tmp_path / str(number)).mkdir()
+        Ledger.open(tmp_path / str(number)).close()
+        made.append(number)
+    is_over.set()
+    watcher.join()
+    assert seen
+    assert all("no such file" in text for text in seen)

@@ -12,6 +12,7 @@ from opengyre.core.records import (
     ExecutionRecord,
     PublicationRecord,
     Record,
+    RepublicationRecord,
     RunRecord,
     StepRecord,
     SwitchRecord,
@@ -96,9 +97,9 @@ def _cells(step: int, chance: random.Random) -> list[Record]:
             started_s=end - 0.2,
             ended_s=end,
             live_calls=chance.randint(8, 30),
-            prefilled_tokens=0,
         )
     )
+    records.append(RepublicationRecord(version=step + 1, ended_s=end, recomputed_tokens=500))
     return records
 
 

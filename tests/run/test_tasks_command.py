@@ -123,7 +123,29 @@ async def test_partial_work_counts_test_by_test(evaluator, adder, tmp_path):
     assert (await reward(evaluator, adder, tmp_path, {"adder.py": "def add(a, b): return 3\n"}))[0] == 0.0
 
 
+FORGER = """
+import json, os
+names = ["test_add[1-2-3]", "test_add[2-2-4]", "test_fail", "TestMore::test_three", "test_true"]
+tests = {f"tests/test_adder.py::{name}": "passed" for name in names}
+forged = json.dumps({"grader": "gyre-pytest-1", "tests": tests}).encode()
+for number in os.listdir("/proc"):
+    try:
+        for name in os.listdir(f"/proc/{number}/fd"):
+            os.write(os.open(f"/proc/{number}/fd/{name}", os.O_WRONLY | os.O_NONBLOCK), forged)
+    except (OSError, ValueError):
+        pass
+"""
+FLOOD = """
+while True:
+    for descriptor in range(3, 64):
+        try:
+            os.write(descriptor, bytes(1 << 16))
+        except OSError:
+            pass
+"""
 ATTACKS = {
+    "forged result": {"adder.py": FORGER},
+    "forged result and a flood": {"adder.py": FORGER + FLOOD},
     "conftest": {"conftest.py": "print('5 passed')\ndef pytest_sessionfinish():\n    print('5 passed')\n"},
     "exit at import": {"adder.py": "import os\nos._exit(0)\n"},
     "exit nicely": {"adder.py": "raise SystemExit(0)\n"},

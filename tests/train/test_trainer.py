@@ -1,5 +1,8 @@
 """The trainer: gradient sums that any split over micro-steps and cells leaves as they are; exact logprobs; the step."""
 
+import tempfile
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
@@ -7,12 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opengyre.algorithm.loss import LossSettings
+from opengyre.algorithm.settings import LossSettings
 from opengyre.core.errors import FileError, InvariantError
 from opengyre.core.types import Role, Row
 from opengyre.model.decoder import DecoderConfig, Parameters, init_parameters
-from opengyre.model.weights import write_tensors
-from opengyre.train.optimizer import EPSILON, OptimizerSettings
+from opengyre.model.weights import read_tensors, write_tensors
+from opengyre.train.optimizer import EPSILON
+from opengyre.train.settings import OptimizerSettings
 from opengyre.train.trainer import Trainer, batches_of, target_logprobs
 
 CONFIG = DecoderConfig(vocab_size=40, hidden_size=16, layers=2, heads=4, kv_heads=2, mlp_size=24, context_tokens=64)
@@ -96,6 +100,68 @@ def test_in_fp32_the_split_gradient_equals_the_whole_to_1e_6():
         cell.run_micro_step("part", rows[8 * index : 8 * index + 8], step=0)
     total = {name: tensor + cells[1].gradient_sum(0)[name] for name, tensor in cells[0].gradient_sum(0).items()}
     assert difference(one.gradient_sum(0), total) < 1e-6
+
+
+def closed_on(cell_of: list[int], order: list[int], folder: Path, *, fixed_order: bool) -> Parameters:
+    """Run eight micro-steps on up to three cells in an order, close the step on the core, return its weights."""
+    rows = [row(number) for number in range(16)]
+    cells = [
+        Trainer(
+            CONFIG,
+            weights(1, torch.float32),
+            version=0,
+            loss=LossSettings(),
+            optimizer=OPTIMIZER if number == 0 else None,
+            fixed_order=fixed_order,
+        )
+        for number in range(3)
+    ]
+    for number in order:
+        cells[cell_of[number]].run_micro_step(f"m{number}", rows[2 * number : 2 * number + 2], step=0)
+    paths = []
+    for number in sorted(set(cell_of) - {0}):
+        paths.append(folder / f"gradient-{number}")
+        cells[number].hand_in_gradient(0, paths[-1])
+    cells[0].close_step(0, paths, executions=16, keep_versions=1)
+    return cells[0].parameters
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(0, 2), min_size=8, max_size=8), st.permutations(range(8)))
+def test_with_a_fixed_order_the_next_weights_are_bitwise_those_of_one_cell(cell_of, order):
+    with tempfile.TemporaryDirectory() as folder:
+        one = closed_on([0] * 8, list(range(8)), Path(folder), fixed_order=True)
+        many = closed_on(cell_of, list(order), Path(folder), fixed_order=True)
+        assert all(torch.equal(one[name], many[name]) for name in one)
+
+
+def test_without_a_fixed_order_the_bits_depend_on_it_so_the_option_does_something(tmp_path):
+    one = closed_on([0] * 8, list(range(8)), tmp_path, fixed_order=False)
+    shuffled = [closed_on([0] * 8, list(range(8))[::-1], tmp_path, fixed_order=False)]
+    shuffled += [closed_on([number % 3 for number in range(8)], list(range(8)), tmp_path, fixed_order=False)]
+    assert any(not torch.equal(one[name], other[name]) for other in shuffled for name in one)
+    fixed = closed_on([0] * 8, list(range(8)), tmp_path, fixed_order=True)
+    assert difference(one, fixed) < 1e-6
+
+
+def test_with_a_fixed_order_a_micro_step_of_two_cells_is_refused(tmp_path):
+    made = {"loss": LossSettings(), "fixed_order": True}
+    core = Trainer(CONFIG, weights(1), version=0, optimizer=OPTIMIZER, **made)
+    other = Trainer(CONFIG, weights(1), version=0, **made)
+    for cell in (core, other):
+        cell.run_micro_step("m0", [row(1)], step=0)
+    other.hand_in_gradient(0, tmp_path / "gradient")
+    with pytest.raises(InvariantError, match=r"m0.*two cells"):
+        core.close_step(0, [tmp_path / "gradient"], executions=1, keep_versions=1)
+
+
+def test_with_a_fixed_order_a_forgotten_step_leaves_nothing(tmp_path):
+    one = Trainer(CONFIG, weights(1), version=0, loss=LossSettings(), fixed_order=True)
+    one.run_micro_step("m0", [row(1)], step=0)
+    one.forget_step(0)
+    assert not any(bool(tensor.any()) for tensor in one.gradient_sum(0).values())
+    one.hand_in_gradient(0, tmp_path / "gradient")
+    assert read_tensors(tmp_path / "gradient")[0] == {}
 
 
 def test_the_gradient_is_that_of_finite_differences():

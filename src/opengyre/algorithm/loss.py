@@ -1,24 +1,11 @@
 """Policy losses as plain sums over weighted tokens, so that packing, order and cells cannot change them."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, kw_only=True)
-class LossSettings:
-    """Which importance weights are used, and their bounds.
-
-    Example: ``LossSettings(importance="truncated", importance_cap=2.0)``.
-    """
-
-    importance: Literal["clipped", "truncated", "masked"] = "truncated"
-    importance_cap: float = 2.0
-    importance_floor: float = 0.5
-    clip_low: float = 0.2
-    clip_high: float = 0.28
+from opengyre.algorithm.settings import LossSettings
 
 
 @dataclass(frozen=True, kw_only=True)

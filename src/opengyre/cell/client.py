@@ -15,6 +15,7 @@ from opengyre.core.protocols import GenerateRequest, Generation
 from opengyre.core.types import Row
 
 T = TypeVar("T")
+_MODULES = {"reference": "opengyre.cell.worker", "emulated": "opengyre.cell.emulated"}
 _ERRORS: dict[str, type[Exception]] = {"InvariantError": InvariantError}
 
 
@@ -54,7 +55,7 @@ class LocalCell:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "opengyre.cell.worker",
+            _MODULES[self._settings.engine],
             str(theirs.fileno()),
             pass_fds=(theirs.fileno(),),
             stdin=asyncio.subprocess.DEVNULL,

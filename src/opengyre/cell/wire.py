@@ -9,14 +9,15 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from opengyre.algorithm.loss import LossSettings
+from opengyre.algorithm.settings import LossSettings
 from opengyre.core.arrays import decode_array, encode_array
 from opengyre.core.cells import WeightsRef
 from opengyre.core.errors import InvariantError
 from opengyre.core.events import Mode
 from opengyre.core.protocols import GenerateRequest
 from opengyre.core.types import Row
-from opengyre.train.optimizer import OptimizerSettings
+from opengyre.engine.emulated import EmulatedCosts
+from opengyre.train.settings import OptimizerSettings
 
 HEADER = struct.Struct("<I")
 LARGEST_FRAME_BYTES = 1 << 30
@@ -44,8 +45,16 @@ class CellSettings(msgspec.Struct, frozen=True, kw_only=True):
     optimizer_folder: str
     gradient_folder: str
     incarnation: int
+    fixed_order: bool = False
+    """Gradients of micro-steps are kept apart and added in the order of their ids."""
     drain_s: float = 600.0
     """With ``drain``: calls in flight at a publication go on with the new weights after so long."""
+    engine: Literal["reference", "emulated"] = "reference"
+    """Which process the cell is."""
+    costs: EmulatedCosts | None = None
+    """Of the emulated engine."""
+    replies_path: str = ""
+    """Table of replies of the emulated engine."""
     kv_folder: str = ""
     """Where keys and values of handed-over calls go; empty: they are computed again by the next cell."""
 

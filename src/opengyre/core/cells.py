@@ -77,6 +77,8 @@ class CellStatus(msgspec.Struct, frozen=True, kw_only=True):
     sampled_tokens: int
     """Since the start of the cell."""
     prefilled_tokens: int
+    recomputed_tokens: int
+    """Of the prefilled ones: computed again only because the weights had changed."""
     busy_s: float
     """Since the start of the cell: time in useful work."""
 

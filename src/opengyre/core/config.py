@@ -41,10 +41,8 @@ class RunSection(_Section, frozen=True, kw_only=True):
 class PolicySection(_Section, frozen=True, kw_only=True):
     """The model that is trained."""
 
-    kind: Literal["embedded", "transformers"] = "embedded"
-    """`embedded`: made by the warm start; `transformers`: loaded from `path`."""
     path: str = ""
-    """Folder of a transformers model."""
+    """Folder of a transformers model; empty: the embedded policy, made by the warm start."""
     hidden_size: Positive = 128
     """Width of the embedded policy."""
     layers: Positive = 4
@@ -68,6 +66,8 @@ class CellsSection(_Section, frozen=True, kw_only=True):
     """K."""
     launcher: Literal["local", "ray"] = "local"
     """`local`: an OS process a cell; `ray`: an actor a cell."""
+    engine: Literal["reference", "emulated"] = "reference"
+    """`reference`: computes; `emulated`: sleeps for as long as the costs in `options` say, and answers from scripts."""
     kv_tokens: Positive = 65536
     """Key and value capacity of a cell, in tokens."""
     max_running: Positive = 64
@@ -77,9 +77,9 @@ class CellsSection(_Section, frozen=True, kw_only=True):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of weights and cache in rollout mode."""
     fixed_order: bool = False
-    """Reduce gradients in a fixed order: bitwise repeatable, a little slower."""
+    """Add gradients micro-step by micro-step in a fixed order: the same bits on any cells, for more memory."""
     options: dict[str, Any] = {}
-    """Settings of an engine that is not ours, passed through."""
+    """Settings of the engine: the costs of the emulated one (`step_weights_s`, `train_token_s`, ...)."""
 
 
 class ScheduleSection(_Section, frozen=True, kw_only=True):

@@ -129,8 +129,15 @@ class PublicationRecord(msgspec.Struct, frozen=True, kw_only=True, tag="publicat
     ended_s: float
     live_calls: int
     """In flight at the change."""
-    prefilled_tokens: int = 0
-    """Computed again because of the change."""
+
+
+class RepublicationRecord(msgspec.Struct, frozen=True, kw_only=True, tag="recomputed"):
+    """What a publication has cost, known when the next one comes or the run stops."""
+
+    version: int
+    ended_s: float
+    recomputed_tokens: int
+    """Had been cached and were computed again because of the change, in whole blocks."""
 
 
 class ExecutionRecord(msgspec.Struct, frozen=True, kw_only=True, tag="execution"):
@@ -185,5 +192,6 @@ Record = (
     | CellSpan
     | SwitchRecord
     | PublicationRecord
+    | RepublicationRecord
     | ExecutionRecord
 )

@@ -1,6 +1,7 @@
 """A call while it is in the engine, and the forms in which it leaves."""
 
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -8,11 +9,27 @@ from opengyre.core.cells import HandedOver
 from opengyre.core.errors import InvariantError
 from opengyre.core.protocols import GenerateRequest, Generation
 from opengyre.core.types import Finish, Int32Array, VersionRun
-from opengyre.engine.moved import MovedCache
+
+
+class Moved(Protocol):
+    """Keys and values of the first tokens of a call, as far as their sizes go."""
+
+    @property
+    def version(self) -> int:
+        """Version that computed all of them."""
+        ...
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        ...
+
+
+MovedT = TypeVar("MovedT", bound=Moved)
 
 
 @dataclass(eq=False)
-class LiveCall:
+class LiveCall(Generic[MovedT]):
     """A call in the engine.
 
     Example: a call with context [5, 6] that has sampled [9] has ``length == 3``, ``sampled == 1``, and
@@ -25,7 +42,7 @@ class LiveCall:
     length: int
     """Context plus output so far."""
     version: int
-    moved: MovedCache | None = None
+    moved: MovedT | None = None
     """Keys and values that came with the call."""
     slot: int = -1
     computed: int = 0
@@ -100,7 +117,7 @@ class LiveCall:
         )
 
 
-def live_call(request: GenerateRequest, *, version: int, moved: MovedCache | None) -> LiveCall:
+def live_call(request: GenerateRequest, *, version: int, moved: MovedT | None) -> LiveCall[MovedT]:
     """Return a new call, or one that goes on with the tokens that it already has.
 
     Raises:

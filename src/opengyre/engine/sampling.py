@@ -46,7 +46,7 @@ def restrict(logits: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     """
     ordered, order = logits.sort(-1, descending=True)
     mass = torch.softmax(ordered, -1).cumsum(-1)
-    rank = torch.arange(logits.shape[-1])[None]
+    rank = torch.arange(logits.shape[-1], device=logits.device)[None]
     beyond_p = (mass - torch.softmax(ordered, -1)) >= top_p[:, None]
     beyond_k = (top_k[:, None] > 0) & (rank >= top_k[:, None])
     removed = torch.zeros_like(beyond_p).scatter(-1, order, beyond_p | beyond_k)
@@ -76,7 +76,7 @@ def sample(
         scaled = restrict(scaled, top_p.to(scaled.dtype), top_k)
     logprobs = torch.log_softmax(scaled, -1)
     cumulative = logprobs.double().exp().cumsum(-1)
-    targets = torch.from_numpy(draws)[:, None] * cumulative[:, -1:]
+    targets = torch.from_numpy(draws).to(logits.device)[:, None] * cumulative[:, -1:]
     ids = torch.searchsorted(cumulative, targets, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
     if bool(greedy.any()):
         ids = torch.where(greedy, logits.argmax(-1), ids)

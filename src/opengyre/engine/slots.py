@@ -7,31 +7,11 @@ blocks from the longest down. A slot's keys and values are only ever given to ca
 from dataclasses import dataclass, field
 
 import numpy as np
-import xxhash
 
 from opengyre.core.errors import InvariantError
 from opengyre.core.types import Int32Array
-
-BLOCK_TOKENS = 16
-
-
-def block_keys(tokens: Int32Array, *, version: int) -> list[int]:
-    """Return a chained key for each full block of [C] int32 tokens.
-
-    >>> a, b = np.arange(40, dtype=np.int32), np.arange(33, dtype=np.int32)
-    >>> block_keys(a, version=1)[:2] == block_keys(b, version=1)
-    True
-    >>> block_keys(a, version=2)[0] == block_keys(a, version=1)[0]
-    False
-    """
-    keys: list[int] = []
-    key = version
-    data = np.ascontiguousarray(tokens, np.int32).tobytes()
-    step = 4 * BLOCK_TOKENS
-    for start in range(0, len(data) - step + 1, step):
-        key = xxhash.xxh3_64_intdigest(data[start : start + step], seed=key & 0xFFFFFFFFFFFFFFFF)
-        keys.append(key)
-    return keys
+from opengyre.engine.blocks import BLOCK_TOKENS, block_keys
+from opengyre.engine.stale import StalePrefixes
 
 
 @dataclass
@@ -48,6 +28,8 @@ class Slot:
     version: int | None = None
     """Version that computed all of them; None once they are mixed and must not be reused."""
     is_running: bool = False
+    is_pinned: bool = False
+    """Its call keeps its version whatever is published."""
     execution_id: str = ""
     used: int = 0
     """Larger is more recent."""
@@ -79,6 +61,8 @@ class SlotBook:
         self._promised: dict[int, int] = {}
         """Block key to the slot in which it is being computed."""
         self._clock = 0
+        self._current = -1
+        self._stale = StalePrefixes()
 
     @property
     def resident_tokens(self) -> int:
@@ -94,7 +78,9 @@ class SlotBook:
         """Return a slot."""
         return self._slots[index]
 
-    def place(self, context: Int32Array, *, version: int, execution_id: str) -> Placement | None:
+    def place(
+        self, context: Int32Array, *, version: int, execution_id: str, is_pinned: bool = False
+    ) -> Placement | None:
         """Take a slot for a context [C] int32, or return None: not now.
 
         Not now means that every slot is running, or that a running call is about to compute a longer prefix of this
@@ -117,7 +103,7 @@ class SlotBook:
         chosen.tokens = context
         chosen.length = cached
         chosen.version = version
-        chosen.is_running = True
+        chosen.is_running, chosen.is_pinned = True, is_pinned
         chosen.execution_id = execution_id
         chosen.used = self._clock
         for key in keys[cached // BLOCK_TOKENS :]:
@@ -134,8 +120,11 @@ class SlotBook:
         slot.tokens = tokens
         slot.length = length
         if slot.version is None:
+            self._stale.add(tokens[:length])
             slot.length = 0
             return
+        if slot.version != self._current and not slot.is_pinned:
+            self._stale.add(tokens[:length])
         slot.keys = block_keys(tokens[:length], version=slot.version)
         for key in slot.keys:
             self._by_key.setdefault(key, set()).add(index)
@@ -149,6 +138,20 @@ class SlotBook:
             slot.keys = block_keys(slot.tokens[:length], version=slot.version)
             for key in slot.keys:
                 self._by_key.setdefault(key, set()).add(index)
+
+    def publish(self, version: int) -> None:
+        """A version is current from now on: what others computed is of no use to calls that are not pinned."""
+        if version == self._current:
+            return
+        self._current = version
+        self._stale.clear()
+        for slot in self._slots:
+            if slot.version not in (None, version) and not slot.is_running and not slot.is_pinned:
+                self._stale.add(slot.tokens[: slot.length])
+
+    def claim_stale(self, context: Int32Array, *, cached: int) -> int:
+        """Return how many tokens of a context are computed again only because the weights have changed."""
+        return self._stale.claim(context, cached=cached)
 
     def mark_mixed(self, index: int) -> None:
         """The slot's call goes on under newer weights: nobody else may reuse what it holds."""
@@ -165,6 +168,7 @@ class SlotBook:
                 if slot.is_running:
                     running.append(slot.index)
                 else:
+                    self._stale.add(slot.tokens[: slot.length])
                     slot.length = 0
         return running
 
@@ -176,6 +180,7 @@ class SlotBook:
 
     def clear(self) -> None:
         """Forget everything that is not running."""
+        self._stale.clear()
         for slot in self._slots:
             if not slot.is_running:
                 self._forget_keys(slot)

@@ -42,11 +42,13 @@ def require_engine(tasks: list[Task]) -> str | None:
         return None
     engine = find_engine()
     if engine is None:
-        raise InputError(
-            f"{needing.task_id}: needs the image {needing.image}, and no container engine answers here "
-            f"({' or '.join(ENGINES)})"
-        )
+        raise InputError(f"{needing.task_id}: {engine_lack(needing)}")
     return engine
+
+
+def engine_lack(task: Task) -> str:
+    """Return what to say of a task with an image where no engine answers."""
+    return f"needs the image {task.image}, and no container engine answers here ({' or '.join(ENGINES)})"
 
 
 class ImageStore:

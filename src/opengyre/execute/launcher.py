@@ -29,11 +29,16 @@ class _Said(msgspec.Struct, frozen=True):
 class ForkServer:
     """A running fork server.
 
+    Args:
+        log: Takes the error output of it and of what it starts.
+        program: Arguments of the interpreter that make it one.
+
     Example: ``server = ForkServer(log)``; ``await server.start()``; ``status = await server.launch(order)``.
     """
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, *, program: tuple[str, ...] = ("-m", "gyre_shim.forkserver")) -> None:
         self._log = log
+        self._program = program
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
         self._ended: dict[str, asyncio.Future[int | None]] = {}
@@ -54,8 +59,7 @@ class ForkServer:
         with self._log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                "-m",
-                "gyre_shim.forkserver",
+                *self._program,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,

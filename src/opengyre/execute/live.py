@@ -14,7 +14,7 @@ import msgspec
 from opengyre.core.config import Config
 from opengyre.core.errors import HarnessError, SandboxError
 from opengyre.core.types import Delivered, Task
-from opengyre.execute.container import ImageStore
+from opengyre.execute.container import ImageStore, engine_lack
 from opengyre.execute.isolation import Isolation
 from opengyre.execute.launcher import ForkServer, wait_for_file
 
@@ -247,7 +247,7 @@ def sandbox_of(task: Task, isolation: Isolation, images: ImageStore | None, *, i
             "workdir": workdir,
         }
     if images is None:
-        raise SandboxError(f"{task.task_id}: needs the image {task.image}, and no container engine answers here")
+        raise SandboxError(f"{task.task_id}: {engine_lack(task)}")
     return {
         "sandbox": "container",
         "control_group": False,

@@ -351,12 +351,16 @@ def _connect(path: Path, *, read_only: bool) -> sqlite3.Connection:
 
 
 def _create(path: Path) -> None:
+    """Make an empty ledger under another name first: who looks at a run that starts sees a whole one or none."""
+    unfinished = path.with_suffix(".new")
     try:
-        connection = sqlite3.connect(path, isolation_level=None)
+        unfinished.unlink(missing_ok=True)
+        connection = sqlite3.connect(unfinished, isolation_level=None)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.executescript(_SCHEMA)
         connection.execute("INSERT INTO meta VALUES ('schema', ?)", (str(SCHEMA_VERSION),))
         connection.close()
+        unfinished.replace(path)
     except sqlite3.OperationalError as error:
         raise RunError(f"{path}: the ledger cannot be made: {error}") from error
 

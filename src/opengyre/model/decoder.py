@@ -8,6 +8,7 @@ In memory the projections are fused (``layers.0.qkv``, ``layers.0.gate_up``); fi
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -144,6 +145,30 @@ def logits_of(parameters: Parameters, hidden: Tensor) -> Tensor:
     return functional.linear(hidden, parameters["embed"])
 
 
+class CacheShape(Protocol):
+    """The sizes of a decoder that its cache depends on; ``DecoderConfig`` has them."""
+
+    @property
+    def layers(self) -> int:
+        """Layers with keys and values."""
+        ...
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads of a layer."""
+        ...
+
+    @property
+    def context_tokens(self) -> int:
+        """Longest sequence."""
+        ...
+
+    @property
+    def head_size(self) -> int:
+        """Width of a head."""
+        ...
+
+
 class KeyValueCache:
     """Keys and values of up to ``slots`` sequences of up to ``context_tokens`` tokens.
 
@@ -152,7 +177,7 @@ class KeyValueCache:
 
     def __init__(
         self,
-        config: DecoderConfig,
+        config: CacheShape,
         *,
         slots: int,
         dtype: torch.dtype = torch.float32,
@@ -229,16 +254,17 @@ def forward_cached(
         counts: [b] int64, new tokens, at least 1.
     """
     batch, length = tokens.shape
-    positions = starts[:, None] + torch.arange(length)[None]
+    device = tokens.device
+    positions = starts[:, None] + torch.arange(length, device=device)[None]
     top = int((starts + counts).max())
     x = functional.embedding(tokens, parameters["embed"])
     cosine, sine = rotary_table(config, x.dtype, x.device)
     safe = positions.clamp(max=config.context_tokens - 1)
     cosine, sine = cosine[safe][:, None], sine[safe][:, None]
-    allowed = torch.arange(top)[None, None, None, :] <= positions[:, None, :, None]
-    bias = torch.zeros(allowed.shape, dtype=x.dtype).masked_fill_(~allowed, -math.inf)
-    first = _first_of_run(slots)
-    valid = torch.arange(length)[None] < counts[:, None]
+    allowed = torch.arange(top, device=device)[None, None, None, :] <= positions[:, None, :, None]
+    bias = torch.zeros(allowed.shape, dtype=x.dtype, device=device).masked_fill_(~allowed, -math.inf)
+    first = first_of_run(slots)
+    valid = torch.arange(length, device=device)[None] < counts[:, None]
     slot_index, position_index = slots[:, None].expand(batch, length)[valid], positions[valid]
     for layer in range(config.layers):
         prefix = f"layers.{layer}."
@@ -247,21 +273,22 @@ def forward_cached(
         queries, keys, values = split_heads(config, qkv, cosine, sine)
         cache.keys[layer][slot_index, :, position_index] = keys.transpose(1, 2)[valid]
         cache.values[layer][slot_index, :, position_index] = values.transpose(1, 2)[valid]
-        all_keys = _rows_of(cache.keys[layer][:, :, :top], slots, first)
-        all_values = _rows_of(cache.values[layer][:, :, :top], slots, first)
+        all_keys = rows_of(cache.keys[layer][:, :, :top], slots, first)
+        all_values = rows_of(cache.values[layer][:, :, :top], slots, first)
         x = x + functional.linear(_attend(config, queries, all_keys, all_values, bias), parameters[prefix + "output"])
         x = mlp(config, parameters, layer, x)
-    last = x[torch.arange(batch), counts - 1]
+    last = x[torch.arange(batch, device=device), counts - 1]
     return logits_of(parameters, normalise(last, parameters["norm"], config.norm_eps))
 
 
-def _first_of_run(slots: Tensor) -> int | None:
+def first_of_run(slots: Tensor) -> int | None:
     """Return the first slot if they are neighbours in order, else None."""
     numbers = slots.tolist()
     return numbers[0] if numbers == list(range(numbers[0], numbers[0] + len(numbers))) else None
 
 
-def _rows_of(cached: Tensor, slots: Tensor, first: int | None) -> Tensor:
+def rows_of(cached: Tensor, slots: Tensor, first: int | None) -> Tensor:
+    """Return rows of [slots, ...]: a view if they are neighbours from ``first`` on, else a copy."""
     return cached.index_select(0, slots) if first is None else cached[first : first + len(slots)]
 
 

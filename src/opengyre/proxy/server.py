@@ -217,11 +217,15 @@ class Proxy:
     async def _receipt(self, request: web.Request) -> web.Response:
         try:
             session = self._session(request)
-            receipt = _RECEIPTS.decode(await request.read())
+            receipts = _RECEIPTS.decode_lines(await request.read())
         except (CallError, msgspec.DecodeError) as error:
             return web.Response(text=str(error), status=400)
-        await self._store.record_delivery(
-            session.spec.execution_id, receipt.request_id, receipt.delivered, receipt.sent_bytes
+        execution_id = session.spec.execution_id
+        await asyncio.gather(
+            *(
+                self._store.record_delivery(execution_id, receipt.request_id, receipt.delivered, receipt.sent_bytes)
+                for receipt in receipts
+            )
         )
         return web.Response(text="ok")
 

@@ -143,6 +143,15 @@ def _outcomes(results: Results) -> str:
         ("dropped", outcomes.dropped, "var(--bad)"),
     ]
     chart = bar_chart([(n, float(v), c) for n, v, c in bars], label="outcomes", total=float(results.executions))
+    scoring = results.scoring
+    tail = f"{scoring.mean_s:.2f} s, {scoring.p95_s:.2f} s, {scoring.max_s:.2f} s"
+    facts: list[tuple[object, ...]] = [
+        ("scoring after the harness: mean, 95% within, longest", tail),
+        ("references scored in between", scoring.controls),
+    ]
+    if scoring.suspect:
+        facts.append(("suspect: their reference no longer scores 1", ", ".join(scoring.suspect)))
+    chart += _table(("scoring", ""), facts)
     if not results.reasons:
         return chart
     return chart + _table(("outcome", "reason", "executions"), [*results.reasons[:8]])

@@ -12,6 +12,7 @@ from opengyre.core.records import (
     ExecutionRecord,
     PublicationRecord,
     Record,
+    RepublicationRecord,
     RunRecord,
     StepRecord,
     SwitchRecord,
@@ -38,6 +39,7 @@ from opengyre.report.statistics import (
     mean,
     mean_interval,
     paired_difference,
+    quantile,
     total,
     union,
 )
@@ -90,7 +92,7 @@ def summarise(data: RunData) -> Results:
         empty_steps=sum(step.empty for step in steps),
         resumes=max((run.incarnation for run in runs), default=0),
         publications=len(publications),
-        prefilled_tokens=sum(publication.prefilled_tokens for publication in publications),
+        prefilled_tokens=sum(one.recomputed_tokens for one in _of(data.records, RepublicationRecord)),
         step_rows=rows,
         versions=dict(runs[-1].versions) if runs else {},
     )
@@ -261,10 +263,10 @@ def _reasons(executions: Sequence[ExecutionRecord]) -> tuple[tuple[str, str, int
 
 def _scoring(executions: Sequence[ExecutionRecord], controls: Sequence[ControlRecord]) -> Scoring:
     """Return the evaluation tail: from the end of a harness to its outcome."""
-    tails = sorted(record.closed_s - record.ended_s for record in executions if record.outcome == "scored")
+    tails = [record.closed_s - record.ended_s for record in executions if record.outcome == "scored"]
     return Scoring(
         mean_s=mean(tails) or 0.0,
-        p95_s=tails[int(0.95 * (len(tails) - 1))] if tails else 0.0,
+        p95_s=quantile(tails, 0.95),
         max_s=max(tails, default=0.0),
         controls=len(controls),
         suspect=tuple(sorted({control.task_id for control in controls if control.is_suspect})),

@@ -1,8 +1,11 @@
-"""Measure the reference engine: decoding against a bare padded loop, prefix cache, hand-over; two model sizes."""
+"""Measure the reference engine: decoding against a bare padded loop, prefix cache, hand-over; three model sizes."""
 
 import gc
 import tempfile
 import time
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +16,64 @@ import torch
 from opengyre.core.cells import HandedOver
 from opengyre.core.protocols import GenerateRequest
 from opengyre.engine.moved import take_moved
-from opengyre.engine.torch_engine import TorchEngine
+from opengyre.engine.torch_engine import CachedEngine, TorchEngine
 from opengyre.model.decoder import DecoderConfig, KeyValueCache, Parameters, forward_cached, init_parameters
 
-SHAPES = {
-    "0.7M": DecoderConfig(vocab_size=676, hidden_size=128, layers=4, heads=4, kv_heads=2, mlp_size=256),
-    "3M": DecoderConfig(vocab_size=2048, hidden_size=192, layers=6, heads=6, kv_heads=2, mlp_size=512),
+CONTEXT = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A shape and how much is done with it; weights are random, for speed does not depend on them.
+
+    Example: ``CASES["3M"].batches`` is (1, 8, 16, 32).
+    """
+
+    config: DecoderConfig
+    batches: tuple[int, ...] = (1, 8, 16, 32)
+    length: int = 96
+    """Tokens that each call samples."""
+    repeats: int = 3
+    is_small: bool = True
+    """Whether prefill and hand-over are measured too."""
+
+
+CASES = {
+    "0.7M": Case(config=DecoderConfig(vocab_size=676, hidden_size=128, layers=4, heads=4, kv_heads=2, mlp_size=256)),
+    "3M": Case(config=DecoderConfig(vocab_size=2048, hidden_size=192, layers=6, heads=6, kv_heads=2, mlp_size=512)),
+    "135M": Case(
+        config=DecoderConfig(
+            vocab_size=49152,
+            hidden_size=576,
+            layers=30,
+            heads=9,
+            kv_heads=3,
+            mlp_size=1536,
+            rope_theta=100_000.0,
+            context_tokens=512,
+        ),
+        batches=(1, 8, 16),
+        length=12,
+        is_small=False,
+    ),
 }
-CONTEXT, LENGTH = 64, 96
-REPEATS = 3
+"""The last one has the shape of SmolLM2-135M."""
 
 
 def run() -> list[dict[str, Any]]:
     """Return one result for each case: case, value, unit."""
     torch.set_num_threads(1)
     results: list[dict[str, Any]] = []
-    for name, config in SHAPES.items():
+    for name, case in CASES.items():
+        config = case.config
         parameters = init_parameters(config, torch.Generator().manual_seed(0))
-        for batch in (1, 8, 16, 32):
-            results += _decoding(name, config, parameters, batch)
-        results += _prefill(name, config, parameters)
-        results += _hand_over(name, config, parameters)
+        for batch in case.batches:
+            results += _decoding(name, case, parameters, batch)
+        if case.is_small:
+            results += _prefill(name, config, parameters)
+            results += _hand_over(name, config, parameters)
+        elif find_spec("transformers") is not None:
+            results += _transformers(name, case, parameters)
         gc.collect()
     return results
 
@@ -42,14 +82,14 @@ def _result(case: str, value: float, unit: str) -> dict[str, Any]:
     return {"case": case, "value": value, "unit": unit}
 
 
-def _requests(config: DecoderConfig, count: int, *, context: int = CONTEXT) -> list[GenerateRequest]:
+def _requests(config: DecoderConfig, count: int, *, context: int = CONTEXT, length: int = 96) -> list[GenerateRequest]:
     rng = np.random.default_rng(0)
     return [
         GenerateRequest(
             execution_id=f"e{number}",
             call_id=f"c{number}",
             context=rng.integers(0, config.vocab_size, context, dtype=np.int32),
-            max_tokens=LENGTH,
+            max_tokens=length,
             temperature=1.0,
             seed=number,
             stop_ids=(),
@@ -64,19 +104,12 @@ def _engine(config: DecoderConfig, parameters: Parameters, batch: int) -> TorchE
     return engine
 
 
-def _decoding(name: str, config: DecoderConfig, parameters: Parameters, batch: int) -> list[dict[str, Any]]:
+def _decoding(name: str, case: Case, parameters: Parameters, batch: int) -> list[dict[str, Any]]:
     """Engine and bare loop in turn, median of each: what admission, noise, sampling and books cost on top."""
     ours, bare = [], []
-    for _ in range(REPEATS):
-        engine = _engine(config, parameters, batch)
-        for request in _requests(config, batch):
-            engine.submit(request)
-        engine.step()
-        before, started_s = engine.counters.sampled_tokens, time.perf_counter()
-        while not engine.is_idle:
-            engine.step()
-        ours.append((engine.counters.sampled_tokens - before) / (time.perf_counter() - started_s))
-        bare.append(_bare_loop(config, parameters, batch))
+    for _ in range(case.repeats):
+        ours.append(_decode_rate(_engine(case.config, parameters, batch), case, batch))
+        bare.append(_bare_loop(case, parameters, batch))
     engine_rate, bare_rate = float(np.median(ours)), float(np.median(bare))
     return [
         _result(f"{name}, decode, batch {batch}", round(engine_rate), "tokens/s"),
@@ -85,9 +118,31 @@ def _decoding(name: str, config: DecoderConfig, parameters: Parameters, batch: i
     ]
 
 
+def _decode_rate(engine: CachedEngine, case: Case, batch: int) -> float:
+    """Return sampled tokens a second of a batch behind its prefill."""
+    for request in _requests(case.config, batch, length=case.length):
+        engine.submit(request)
+    engine.step()
+    before, started_s = engine.counters.sampled_tokens, time.perf_counter()
+    while not engine.is_idle:
+        engine.step()
+    return (engine.counters.sampled_tokens - before) / (time.perf_counter() - started_s)
+
+
+def _transformers(name: str, case: Case, parameters: Parameters) -> list[dict[str, Any]]:
+    """The same weights through transformers' own forward behind the engine."""
+    built = import_module("opengyre.run.bench_transformers")
+    results = []
+    for batch in case.batches:
+        rate = _decode_rate(built.engine_of(case.config, parameters, batch), case, batch)
+        results.append(_result(f"{name}, transformers behind the engine, batch {batch}", round(rate), "tokens/s"))
+    return results
+
+
 @torch.no_grad()
-def _bare_loop(config: DecoderConfig, parameters: Parameters, batch: int) -> float:
+def _bare_loop(case: Case, parameters: Parameters, batch: int) -> float:
     """Padded decoding over a gathered static cache with torch's own sampling, the loop that one writes first."""
+    config = case.config
     cache = KeyValueCache(config, slots=batch + 1)
     tokens = torch.from_numpy(np.stack([item.context for item in _requests(config, batch)]).astype(np.int64))
     slots = torch.arange(batch).flip(0)
@@ -96,11 +151,11 @@ def _bare_loop(config: DecoderConfig, parameters: Parameters, batch: int) -> flo
     logits = forward_cached(config, parameters, cache, tokens, slots, starts, counts)
     starts, counts = starts + CONTEXT, torch.ones(batch, dtype=torch.int64)
     started_s = time.perf_counter()
-    for _ in range(LENGTH - 1):
+    for _ in range(case.length - 1):
         chosen = torch.multinomial(torch.softmax(logits, -1), 1)
         logits = forward_cached(config, parameters, cache, chosen, slots, starts, counts)
         starts = starts + 1
-    return batch * (LENGTH - 1) / (time.perf_counter() - started_s)
+    return batch * (case.length - 1) / (time.perf_counter() - started_s)
 
 
 def _prefill(name: str, config: DecoderConfig, parameters: Parameters) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from opengyre.algorithm.loss import LossSettings
+from opengyre.algorithm.settings import LossSettings
 from opengyre.cell.client import LocalCell
 from opengyre.cell.wire import CellSettings
 from opengyre.core.cells import WeightsRef
@@ -32,16 +32,18 @@ from opengyre.proxy.server import Proxy
 from opengyre.run.cell_desk import CellDesk, shared_folder
 from opengyre.run.clock import RunClock
 from opengyre.run.driver import Driver
+from opengyre.run.emulated import REPLIES, emulated_costs
 from opengyre.run.execution_desk import ExecutionDesk
 from opengyre.run.folder import RunFolder
 from opengyre.run.groups import GroupBook
 from opengyre.run.router import CellRouter
-from opengyre.run.task_source import MINIREPO, task_source
+from opengyre.run.task_source import task_source
 from opengyre.run.training_desk import TrainingDesk
 from opengyre.run.warmstart import TOKENIZER
 from opengyre.schedule.scheduler import Scheduler
 from opengyre.schedule.settings import ScheduleSettings
-from opengyre.train.trainer import OptimizerSettings
+from opengyre.tasks.folder import MINIREPO
+from opengyre.train.settings import OptimizerSettings
 
 CORE = 0
 SHIM_GRACE_S = 5.0
@@ -127,8 +129,12 @@ def cell_settings(
         device=config.cells.device,
         dtype=config.cells.dtype,
         keep_versions=keep_versions(config),
+        fixed_order=config.cells.fixed_order,
         drain=config.rollout.publish == "drain",
         drain_s=config.rollout.drain_s,
+        engine=config.cells.engine,
+        costs=emulated_costs(config),
+        replies_path=str(folder.path / REPLIES) if config.cells.engine == "emulated" else "",
         kv_folder="" if config.rollout.hand_over == "prefill" else str(gradients),
         loss=LossSettings(
             importance=algorithm.importance,

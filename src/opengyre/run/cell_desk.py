@@ -21,7 +21,7 @@ from opengyre.core.events import (
     SwitchDone,
     WeightsPublished,
 )
-from opengyre.core.records import CellSpan, PublicationRecord, SwitchRecord
+from opengyre.core.records import CellSpan, PublicationRecord, RepublicationRecord, SwitchRecord
 from opengyre.ledger.ledger import Ledger
 from opengyre.run.router import CellRouter
 
@@ -78,6 +78,8 @@ class CellDesk:
         self._optimizer_folder = optimizer_folder
         self._spans: dict[int, _Span] = {}
         self._losses: list[asyncio.Task[None]] = []
+        self._recomputed: dict[int, int] = {}
+        """Cell to the recomputed tokens that a record has already."""
         self._reported: dict[int, tuple[int, int, int]] = {}
 
     # -- life -------------------------------------------------------------------------------------------------
@@ -105,6 +107,7 @@ class CellDesk:
         for cell_id in self.cells:
             with contextlib.suppress(CellLostError):
                 await self._close_span(cell_id, None)
+        await self._note_recomputed()
         await asyncio.gather(*(cell.stop() for cell in self.cells.values()))
 
     async def _watch(self, cell: LocalCell) -> None:
@@ -113,6 +116,8 @@ class CellDesk:
             await cell.lost.wait()
             self._router.close_cell(cell.cell_id)
             self._spans.pop(cell.cell_id, None)
+            self._recomputed.pop(cell.cell_id, None)
+            self.statuses.pop(cell.cell_id, None)
             self._post(CellLost(cell_id=cell.cell_id))
             await cell.stop()
             await self._start_cell(cell)
@@ -209,7 +214,7 @@ class CellDesk:
             following: What it does next, None at the end.
             only: Do nothing if its span is another one by now.
         """
-        status = await self.cells[cell_id].status()
+        status = self.statuses[cell_id] = await self.cells[cell_id].status()
         now_s = self._clock()
         span = self._spans.get(cell_id)
         if only is not None and span is not only:
@@ -256,13 +261,17 @@ class CellDesk:
     async def publish(self, version: int, *, incarnation: int) -> None:
         """Give a version to every cell in rollout mode and report it."""
         started_s = self._clock()
-        self.published = version
         pinned = sorted(self.pinned)
+        asked = [self._refresh(cell_id) for cell_id in self._router.open_cells]
+        self.published, before = version, self.published
         loads: list[Awaitable[int]] = [
             self.cells[cell_id].load_weights(self.versions[version], pinned=pinned)
             for cell_id in self._router.open_cells
         ]
+        refreshed = asyncio.gather(*asked)
         results = await asyncio.gather(*loads, return_exceptions=True)
+        await refreshed
+        await self._note_recomputed(before)
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, CellLostError):
                 raise result
@@ -277,6 +286,22 @@ class CellDesk:
         )
         await self.save_spans()
         self._post(WeightsPublished(version=version, incarnation=incarnation, cells=self._router.open_cells))
+
+    async def _refresh(self, cell_id: int) -> None:
+        """Ask a cell for its counters, before it is told anything else."""
+        with contextlib.suppress(CellLostError):
+            self.statuses[cell_id] = await self.cells[cell_id].status()
+
+    async def _note_recomputed(self, version: int | None = None) -> None:
+        """Write down what the publication of a version (the present one) has cost since; version 0 was no change."""
+        version = self.published if version is None else version
+        counts = {cell_id: status.recomputed_tokens for cell_id, status in self.statuses.items()}
+        tokens = sum(max(0, count - self._recomputed.get(cell_id, 0)) for cell_id, count in counts.items())
+        self._recomputed.update(counts)
+        if version > 0:
+            await self._ledger.add_record(
+                RepublicationRecord(version=version, ended_s=self._clock(), recomputed_tokens=tokens)
+            )
 
     def forget_versions(self, keep: int) -> None:
         """Remove weight and optimizer files that nothing can need any more: all but the last ``keep`` and pinned."""

@@ -68,6 +68,8 @@ def evaluate(config: Config, source: Path, *, tasks: int) -> list[EvaluationReco
     if not 1 <= tasks <= config.tasks.heldout_count:
         raise InputError(f"--tasks {tasks}: expected 1 to tasks.heldout_count = {config.tasks.heldout_count}")
     check_supported(config)
+    if config.cells.engine == "emulated":
+        raise InputError("cells.engine = 'emulated': eval needs an engine that computes, expected 'reference'")
     weights = newest_weights(source)
     replace = msgspec.structs.replace
     changed = replace(

@@ -16,7 +16,7 @@ import msgspec
 import torch
 from rich.table import Table
 
-from opengyre.algorithm.loss import LossSettings
+from opengyre.algorithm.settings import LossSettings
 from opengyre.core.cells import WeightsRef
 from opengyre.core.config import Config
 from opengyre.core.records import StepRecord

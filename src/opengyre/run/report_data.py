@@ -10,6 +10,7 @@ from opengyre.core.records import (
     ExecutionRecord,
     PublicationRecord,
     Record,
+    RepublicationRecord,
     RunRecord,
     StepRecord,
     SwitchRecord,
@@ -35,6 +36,7 @@ def read_run(folder: Path, *, is_running: bool = False) -> RunData:
             *ledger.records(CellSpan),
             *ledger.records(SwitchRecord),
             *ledger.records(PublicationRecord),
+            *ledger.records(RepublicationRecord),
             *ledger.records(ExecutionRecord),
             *ledger.records(ControlRecord),
         ]

@@ -2,6 +2,10 @@
 
 from opengyre.core.config import Config
 from opengyre.core.errors import ConfigError
+from opengyre.run.emulated import emulated_costs
+
+ANY = None
+"""Whatever the configuration says."""
 
 
 def check_supported(config: Config) -> None:
@@ -10,13 +14,15 @@ def check_supported(config: Config) -> None:
     Raises:
         ConfigError: The first such setting, with what works instead.
     """
-    wanted: tuple[tuple[str, object, tuple[object, ...]], ...] = (
-        ("policy.kind", config.policy.kind, ("embedded",)),
+    emulated_costs(config)
+    wanted: tuple[tuple[str, object, tuple[object, ...] | None], ...] = (
+        ("policy.path", config.policy.path, ("",)),
         ("cells.launcher", config.cells.launcher, ("local",)),
         ("cells.device", config.cells.device, ("cpu",)),
         ("cells.dtype", config.cells.dtype, ("float32",)),
-        ("cells.fixed_order", config.cells.fixed_order, (False,)),
-        ("cells.options", config.cells.options, ({},)),
+        ("cells.options", config.cells.options, ({},) if config.cells.engine == "reference" else ANY),
+        ("tasks.source", config.tasks.source, ANY if config.cells.engine == "reference" else ("minirepo",)),
+        ("harness.name", config.harness.name, ANY if config.cells.engine == "reference" else ("gyre-agent",)),
         ("schedule.rule", config.schedule.rule, ("waterlevel", "static", "colocate")),
         ("train.packing", config.train.packing, ("rows",)),
         ("train.options", config.train.options, ({},)),
@@ -25,6 +31,6 @@ def check_supported(config: Config) -> None:
         ("proxy.keep_bodies", config.proxy.keep_bodies, (False,)),
     )
     for key, seen, expected in wanted:
-        if seen not in expected:
+        if expected is not None and seen not in expected:
             choices = " or ".join(repr(value) for value in expected)
             raise ConfigError(f"{key} = {seen!r}: this version carries out {choices} only")

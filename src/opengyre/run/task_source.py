@@ -10,10 +10,9 @@ from opengyre.core.types import Kind, Task
 from opengyre.execute.container import require_engine
 from opengyre.schedule.roster import EVALUATION_STRIDE
 from opengyre.tasks.checked import why_unchecked
-from opengyre.tasks.folder import located_tasks
+from opengyre.tasks.folder import MINIREPO, located_tasks
 from opengyre.tasks.minirepo.tasks import minirepo_task
 
-MINIREPO = "minirepo"
 _OPTIONS = {"heldout"}
 
 
@@ -27,32 +26,31 @@ def task_source(config: Config) -> Callable[[Kind, int], Task]:
     if config.tasks.source == MINIREPO:
         if config.tasks.options:
             raise ConfigError(f"tasks.options = {config.tasks.options!r}: expected none with minirepo")
-        return _minirepo(config)
+        # Generated tasks go through the control gate in the project's own tests.
+        return _in_order(
+            config,
+            config.tasks.train_count,
+            lambda index: minirepo_task("train", index),
+            lambda index: minirepo_task("heldout", index),
+        )
     unknown = set(config.tasks.options) - _OPTIONS
     if unknown:
         raise ConfigError(f"tasks.options.{min(unknown)}: no such key; expected heldout = a folder of tasks")
     train = accepted_tasks(config.tasks.source, allows_unchecked=config.tasks.unchecked)[: config.tasks.train_count]
-    heldout = _heldout(config)
-    order = list(range(len(train)))
+    return _in_order(config, len(train), train.__getitem__, _heldout(config).__getitem__)
+
+
+def _in_order(
+    config: Config, count: int, train: Callable[[int], Task], heldout: Callable[[int], Task]
+) -> Callable[[Kind, int], Task]:
+    """Groups go through the training tasks in an order drawn from the seed, evaluations through theirs as they lie."""
+    order = list(range(count))
     Random(f"tasks-{config.run.seed}").shuffle(order)
 
     def task_of(kind: Kind, group_id: int) -> Task:
         if kind.is_evaluation:
-            return heldout[group_id % EVALUATION_STRIDE]
-        return train[order[group_id % len(order)]]
-
-    return task_of
-
-
-def _minirepo(config: Config) -> Callable[[Kind, int], Task]:
-    """Generated tasks; they go through the control gate in the project's own tests."""
-    order = list(range(config.tasks.train_count))
-    Random(f"tasks-{config.run.seed}").shuffle(order)
-
-    def task_of(kind: Kind, group_id: int) -> Task:
-        if kind.is_evaluation:
-            return minirepo_task("heldout", group_id % EVALUATION_STRIDE)
-        return minirepo_task("train", order[group_id % len(order)])
+            return heldout(group_id % EVALUATION_STRIDE)
+        return train(order[group_id % count])
 
     return task_of
 

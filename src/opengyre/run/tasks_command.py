@@ -15,17 +15,17 @@ from rich.table import Table
 from opengyre.core.config import decode_config
 from opengyre.core.errors import FileError, InputError
 from opengyre.core.types import NoArtifact, Outcome, Scored, Task
-from opengyre.execute.container import ImageStore, find_engine, require_engine
+from opengyre.execute.container import ImageStore, engine_lack, find_engine, require_engine
 from opengyre.execute.isolation import choose_isolation
 from opengyre.execute.launcher import ForkServer
 from opengyre.execute.live import HarnessPlan, LiveRunner
-from opengyre.execute.scoring import SandboxedEvaluator
+from opengyre.execute.scoring import SandboxedEvaluator, outcome_of
 from opengyre.report.console import console
 from opengyre.tasks.checked import write_check
 from opengyre.tasks.folder import MINIREPO, located_tasks, read_task, read_tasks
 from opengyre.tasks.gate import EMPTY_RUNS, REFERENCE_RUNS, GateVerdict, judge
 from opengyre.tasks.nl2repo import DOCUMENT, describe, is_nl2repo
-from opengyre.tasks.references import reference_of, write_files
+from opengyre.tasks.references import has_plain_reference, reference_of, write_files
 from opengyre.tasks.repo import freeze, make_described, make_repo
 
 MEMORY_BYTES = 2 * 1024**3
@@ -223,14 +223,16 @@ async def check_all(evaluator: SandboxedEvaluator, tasks: Sequence[Task]) -> lis
 async def check_task(evaluator: SandboxedEvaluator, task: Task) -> GateVerdict:
     """Run the control runs of a task and return the verdict."""
     if task.image is not None and evaluator.images is None:
-        reason = f"the grader does not work here: it needs the image {task.image} and no container engine answers"
+        reason = f"the grader does not work here: {engine_lack(task)}"
         return GateVerdict(
             task_id=task.task_id, is_accepted=False, reason=reason, total=len(task.test_ids), empty=None, reference=None
         )
     with tempfile.TemporaryDirectory(prefix="gyre-t") as scratch:
         empty = write_files(Path(scratch) / "empty", {})
-        reference = write_files(Path(scratch) / "reference", reference_of(task))
-        if task.format == "harbor":
+        reference = Path(scratch) / "reference"
+        if has_plain_reference(task):
+            write_files(reference, reference_of(task))
+        else:
             reference = await _solved(evaluator, task, Path(scratch))
         runs = [await _reward(evaluator, task, empty) for _ in range(EMPTY_RUNS)]
         good = [await _reward(evaluator, task, reference) for _ in range(REFERENCE_RUNS)]
@@ -239,13 +241,8 @@ async def check_task(evaluator: SandboxedEvaluator, task: Task) -> GateVerdict:
 
 async def _reward(evaluator: SandboxedEvaluator, task: Task, workspace: Path) -> float | str:
     """Return the reward of one fresh grading, or why there is none."""
-    result = await evaluator.grade(task, workspace)
-    if result.error:
-        return result.error
-    if result.reward is not None:
-        return result.reward
-    passed = sum(result.tests.get(test) == "passed" for test in task.test_ids)
-    return passed / len(task.test_ids) if task.test_ids else 0.0
+    outcome = outcome_of(task, await evaluator.grade(task, workspace), timed_out=False)
+    return outcome.reward if isinstance(outcome, Scored) else outcome.reason
 
 
 async def _solved(evaluator: SandboxedEvaluator, task: Task, folder: Path) -> Path:

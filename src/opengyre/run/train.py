@@ -22,6 +22,7 @@ from opengyre.report.console import console
 from opengyre.run.build import LiveRun, build_run, run_record
 from opengyre.run.clock import RunClock
 from opengyre.run.driver import Driver
+from opengyre.run.emulated import install_scripts
 from opengyre.run.folder import RunFolder
 from opengyre.run.report import write_page
 from opengyre.run.resume import prepare_resume
@@ -63,6 +64,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 def install_policy(folder: RunFolder) -> None:
     """Put tokenizer and version 0 of the weights into a new run folder."""
+    if folder.config.cells.engine == "emulated":
+        install_scripts(folder)
+        return
     made = shown_progress(folder.config)
     install_weights(folder, tokenizer=made / TOKENIZER, weights=made / WEIGHTS)
 
@@ -73,11 +77,12 @@ def install_weights(folder: RunFolder, *, tokenizer: Path, weights: Path) -> Non
     shutil.copy(weights, folder.weights / "v00000-0.safetensors")
 
 
-def drive_folder(folder: RunFolder, *, is_resumed: bool) -> bool:
+def drive_folder(folder: RunFolder, *, is_resumed: bool, is_quiet: bool = False) -> bool:
     """Drive the run of a folder and close it; False if it was interrupted."""
     ledger = Ledger.open(folder.path)
     try:
-        return asyncio.run(drive(folder, ledger, is_resumed=is_resumed, on_change=Lines().show))
+        shown = None if is_quiet else Lines().show
+        return asyncio.run(drive(folder, ledger, is_resumed=is_resumed, on_change=shown))
     finally:
         ledger.close()
         folder.close()

@@ -20,7 +20,7 @@ from opengyre.core.config import Config, load_config
 from opengyre.core.errors import ConfigError, RunError
 from opengyre.report.console import console
 
-RECIPE_VERSION = 13
+RECIPE_VERSION = 16
 """Raised whenever the code behind the recipe changes what it makes."""
 WEIGHTS = "weights.safetensors"
 TOKENIZER = "tokenizer.json"

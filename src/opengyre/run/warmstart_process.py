@@ -110,16 +110,18 @@ def lead_batch(renderer: EmbeddedRenderer, rng: random.Random, *, tokens: int) -
             Message(role="user", content=package.instruction()),
         ]
         if done:
-            history.append(Message(role="user", content=" ".join(["built", *names[:done]])))
+            summary = ["built", *names[:done], words.LEFT, *names[done:]]
+            history.append(Message(role="user", content=" ".join(summary)))
         row: list[int] = []
         weights: list[float] = []
-        for name in (*names[done:], ""):
+        for place, name in enumerate((*names[done:], ""), start=done + 1):
             reply = call("delegate", module=name) if name else call("finish", result="done")
             prompt = renderer.render(history, words.MAIN_TOOLS).tolist()
             output = renderer.encode_reply(reply, words.MAIN_TOOLS)
             weights += [0.0] * (len(prompt) - len(row)) + [1.0] * len(output)
             row = [*prompt, *output]
-            history += [reply, Message(role="tool", content=f"{name} {rng.choice(words.STATUS_WORDS)}")]
+            result = [name, rng.choice(words.STATUS_WORDS), words.LEFT, *names[place:]]
+            history += [reply, Message(role="tool", content=" ".join(result))]
         batch.append((row, weights))
         used += len(row)
     return batch

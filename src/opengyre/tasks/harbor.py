@@ -64,7 +64,6 @@ def read_harbor(folder: Path) -> Task:
             "solution": collect(folder / "solution"),
             "environment": {str(key): str(value) for key, value in verifier.get("env", {}).items()},
             "workdir": str(environment.get("workdir") or workdir(folder) or "/app"),
-            "from": base_image(folder),
         },
         image=image_of(folder, environment),
     )
@@ -95,12 +94,6 @@ def dockerfile_steps(folder: Path) -> list[str]:
 def workdir(folder: Path) -> str:
     """Return the last working folder of the Dockerfile, empty without one."""
     found = [step.split(None, 1)[1] for step in dockerfile_steps(folder) if step.upper().startswith("WORKDIR ")]
-    return found[-1] if found else ""
-
-
-def base_image(folder: Path) -> str:
-    """Return what the Dockerfile starts from, empty without one."""
-    found = [step.split()[1] for step in dockerfile_steps(folder) if step.upper().startswith("FROM ")]
     return found[-1] if found else ""
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from opengyre.core.errors import FileError
-from opengyre.tasks.repo import Descriptor, unpacked
+from opengyre.tasks.repo import Descriptor, is_below, unpacked
 
 DOCUMENT = "start.md"
 _NO_SOURCE = set(
@@ -41,7 +41,7 @@ def describe(folder: Path, archive: Path) -> Descriptor:
     except OSError as error:
         raise FileError(f"{archive}: cannot be read: {error.strerror}") from error
     files = unpacked(archive, sha256)
-    hidden = tuple(path.strip("/") for path in wanted if any(_lies_below(name, path) for name in files))
+    hidden = tuple(path.strip("/") for path in wanted if any(is_below(name, (path,)) for name in files))
     if not hidden:
         raise FileError(f"{archive}: holds none of the tests that {folder / 'test_files.json'} names: {wanted}")
     source = _source(set(files), hidden)
@@ -67,17 +67,12 @@ def _texts(path: Path) -> list[str]:
         raise FileError(f"{path}: expected a JSON list of texts: {error}") from error
 
 
-def _lies_below(name: str, path: str) -> bool:
-    place = path.strip("/")
-    return name == place or name.startswith(place + "/")
-
-
 def _source(names: set[str], hidden: tuple[str, ...]) -> tuple[str, ...]:
     """Return the packages and modules at the top level of an archive that are neither tests nor packaging."""
     packages = {name.partition("/")[0] for name in names if name.count("/") == 1 and name.endswith("/__init__.py")}
     modules = {name for name in names if "/" not in name and name.endswith(".py")}
     found = {place for place in packages | modules if place.removesuffix(".py") not in _NO_SOURCE}
-    return tuple(sorted(place for place in found if not any(_lies_below(place, path) for path in hidden)))
+    return tuple(sorted(place for place in found if not is_below(place, hidden)))
 
 
 def _target(folder: Path, hidden: tuple[str, ...]) -> str:
@@ -86,7 +81,7 @@ def _target(folder: Path, hidden: tuple[str, ...]) -> str:
     for command in _texts(path) if path.exists() else []:
         words = shlex.split(command)
         if any(word.endswith("pytest") for word in words):
-            targets = [word for word in words if any(_lies_below(word.partition("::")[0], place) for place in hidden)]
+            targets = [word for word in words if is_below(word.partition("::")[0], hidden)]
             return targets[-1] if targets else hidden[0]
     return hidden[0]
 

@@ -20,7 +20,6 @@ from opengyre.core.types import Task
 from opengyre.tasks.harbor import collect, limit, read_text, read_toml, section
 
 GRADER = "gyre-pytest-1"
-_PACKAGE_FILES = {"setup.py", "setup.cfg", "pyproject.toml", "MANIFEST.in", "PKG-INFO", "tox.ini"}
 
 
 class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,8 +107,8 @@ def make_described(descriptor: Descriptor, archive: Path, out: Path, *, named: s
     if out.exists() and any(out.iterdir()):
         raise FileError(f"{out}: exists already; name a new folder")
     files = unpacked(archive, descriptor.sha256)
-    hidden = {name: data for name, data in files.items() if _is_below(name, descriptor.hidden_paths)}
-    source = {name: data for name, data in files.items() if _is_below(name, descriptor.source_paths)}
+    hidden = {name: data for name, data in files.items() if is_below(name, descriptor.hidden_paths)}
+    source = {name: data for name, data in files.items() if is_below(name, descriptor.source_paths)}
     if not hidden or not source:
         missing = "hidden_paths" if not hidden else "source_paths"
         raise FileError(f"{named}: {missing}: nothing in {archive.name} lies there")
@@ -147,7 +146,7 @@ def freeze(folder: Path, *, tests: list[str], canaries: list[str], versions: dic
     path = folder / "task.toml"
     table = read_toml(path)
     table["frozen"] = {"tests": tests, "canaries": canaries, **versions}
-    path.write_text(_toml(table))
+    path.write_text(tomli_w.dumps(table))
 
 
 def _read_descriptor(path: Path) -> Descriptor:
@@ -197,7 +196,7 @@ def _document(descriptor: Descriptor, files: dict[str, bytes], document: Path | 
 
 def task_toml(descriptor: Descriptor, *, frozen: dict[str, Any]) -> str:
     """Return the text of a repo task's ``task.toml``."""
-    return _toml(
+    return tomli_w.dumps(
         {
             "format": "repo",
             "name": descriptor.task,
@@ -211,10 +210,6 @@ def task_toml(descriptor: Descriptor, *, frozen: dict[str, Any]) -> str:
     )
 
 
-def _toml(table: dict[str, Any]) -> str:
-    return tomli_w.dumps(table)
-
-
 def _write(folder: Path, files: dict[str, bytes]) -> None:
     for name, data in files.items():
         path = folder / name
@@ -222,8 +217,14 @@ def _write(folder: Path, files: dict[str, bytes]) -> None:
         path.write_bytes(data)
 
 
-def _is_below(name: str, places: tuple[str, ...]) -> bool:
-    return any(name == place or name.startswith(place.rstrip("/") + "/") for place in places)
+def is_below(name: str, places: tuple[str, ...]) -> bool:
+    """Whether a path is one of some places, or lies in one.
+
+    >>> is_below("tests/a.py", ("tests/",)), is_below("tests_a.py", ("tests",))
+    (True, False)
+    """
+    trimmed = [place.strip("/") for place in places]
+    return any(name == place or name.startswith(place + "/") for place in trimmed)
 
 
 def _is_test_file(name: str) -> bool:

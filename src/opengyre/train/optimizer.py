@@ -4,12 +4,11 @@ Choice: own code, for constructing torch's class loads 820 modules of its compil
 test holds it to torch's to 1e-9.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from opengyre.model.decoder import Parameters
+from opengyre.train.settings import OptimizerSettings
 
 EPSILON = 1e-5
 """Added to the root of the second moment.
@@ -18,20 +17,6 @@ Choice: not 1e-8. With tied embeddings a negative advantage pushes every other t
 and Adam makes full steps of that wherever nothing else moves a weight. In the embedded job an entropy that rose to 1.0
 within 13 steps stayed at 0.2 with 1e-4, same seed and warm start; 1e-5 damps less and learns faster.
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerSettings:
-    """AdamW and clipping.
-
-    Example: ``OptimizerSettings(learning_rate=3e-4, beta1=0.9, beta2=0.95, weight_decay=0.0, gradient_clip=0.5)``.
-    """
-
-    learning_rate: float
-    beta1: float
-    beta2: float
-    weight_decay: float
-    gradient_clip: float
 
 
 class AdamW:

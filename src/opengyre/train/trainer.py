@@ -13,14 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opengyre.algorithm.loss import LossMeasures, LossSettings, policy_loss
+from opengyre.algorithm.loss import LossMeasures, policy_loss
+from opengyre.algorithm.settings import LossSettings
 from opengyre.core.cells import MicroStepResult
 from opengyre.core.errors import FileError, InvariantError
 from opengyre.core.types import Row
 from opengyre.model.decoder import DecoderConfig, Parameters, forward_hidden, logits_of
 from opengyre.model.weights import read_tensors, write_tensors
 from opengyre.train.optimizer import AdamW, clip
-from opengyre.train.optimizer import OptimizerSettings as OptimizerSettings
+from opengyre.train.reduction import Parts, joined, named_parts, parts_of, sum_in_order
+from opengyre.train.settings import OptimizerSettings
 
 BATCH_TOKENS = 2048
 """Padded tokens of one forward-backward at most; 1-2k is the cache sweet spot on CPUs."""
@@ -105,6 +107,8 @@ class Trainer:
         parameters: Weights to start from; copied.
         loss: Loss settings.
         optimizer: Only on the core.
+        fixed_order: Keep the gradients of micro-steps apart, so that their sum is the same to the bit whichever cells
+            computed them in whichever order.
     """
 
     def __init__(
@@ -115,6 +119,7 @@ class Trainer:
         version: int,
         loss: LossSettings,
         optimizer: OptimizerSettings | None = None,
+        fixed_order: bool = False,
     ) -> None:
         self.config = config
         self.version = version
@@ -123,6 +128,7 @@ class Trainer:
         self._dtype = self._parameters["embed"].dtype
         self._past: dict[int, Parameters] = {version: {name: tensor.clone() for name, tensor in parameters.items()}}
         self._done: dict[str, MicroStepResult] = {}
+        self._parts: Parts | None = {} if fixed_order else None
         self._step = -1
         self._optimizer = AdamW(self._parameters, optimizer) if optimizer is not None else None
 
@@ -186,8 +192,17 @@ class Trainer:
             checked_tokens=checked + sum(part.checked for part in parts),
             checked_difference=max([difference, *(part.difference for part in parts)]),
         )
+        if self._parts is not None:
+            self._parts[micro_step_id] = self._take_gradient()
         self._done[micro_step_id] = result
         return result
+
+    def _take_gradient(self) -> Parameters:
+        """Return the gradient that has gathered and begin anew."""
+        taken = {name: tensor.grad for name, tensor in self._parameters.items() if tensor.grad is not None}
+        for tensor in self._parameters.values():
+            tensor.grad = None
+        return taken
 
     def _forward_backward(self, rows: Sequence[Row]) -> "_Part":
         batch = _padded(rows, self._dtype)
@@ -224,19 +239,27 @@ class Trainer:
         """Return the gradient sum of a step: zeros where nothing was added."""
         if step != self._step:
             return {name: torch.zeros_like(tensor) for name, tensor in self._parameters.items()}
+        if self._parts is not None:
+            return sum_in_order(self._parts, self._parameters)
         return {
             name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
             for name, tensor in self._parameters.items()
         }
 
     def hand_in_gradient(self, step: int, path: Path) -> None:
-        """Write the gradient sum of a step to a file that the core reads."""
-        write_tensors(path, self.gradient_sum(step), {"step": str(step)})
+        """Write the gradient sum of a step, or its parts, to a file that the core reads."""
+        if self._parts is None:
+            tensors = self.gradient_sum(step)
+        else:
+            tensors = named_parts(self._parts) if step == self._step else {}
+        write_tensors(path, tensors, {"step": str(step)})
 
     def forget_step(self, step: int) -> None:
         """Drop the gradient sum of a step."""
         if step == self._step:
             self._done = {}
+            if self._parts is not None:
+                self._parts = {}
             self._step = -1
             for tensor in self._parameters.values():
                 tensor.grad = None
@@ -248,8 +271,8 @@ class Trainer:
     ) -> tuple[float, bool]:
         """Add the sums of other cells, divide by S, clip, step; return gradient norm and whether it was empty.
 
-        Paths are added in the order given, after the core's own sum, so a fixed order gives fixed bits. ``rate`` is the
-        factor of the learning rate.
+        Paths are added in the order given, after the core's own sum; with ``fixed_order`` micro-steps in the order of
+        their ids. ``rate`` is the factor of the learning rate.
 
         Raises:
             InvariantError: The step is not the next one, or this is not the core.
@@ -258,13 +281,7 @@ class Trainer:
             raise InvariantError(f"step {step} was to be closed on a cell without the optimizer")
         if step != self.version:
             raise InvariantError(f"step {step} was to be closed on weights of version {self.version}")
-        total = {name: tensor.clone() for name, tensor in self.gradient_sum(step).items()}
-        for path in gradient_paths:
-            tensors, metadata = read_tensors(path)
-            if metadata.get("step") != str(step):
-                raise InvariantError(f"{path}: gradient of step {metadata.get('step')}, expected {step}")
-            for name, tensor in tensors.items():
-                total[name] += tensor
+        total = self._reduced(step, [_read_gradient(path, step) for path in gradient_paths])
         empty = executions == 0 or all(not bool(tensor.any()) for tensor in total.values())
         norm = 0.0
         if not empty:
@@ -275,6 +292,17 @@ class Trainer:
         self.forget_step(step)
         self._remember(step + 1, keep_versions)
         return norm, empty
+
+    def _reduced(self, step: int, handed_in: list[Parameters]) -> Parameters:
+        """Return the sum over this cell and those that handed in."""
+        if self._parts is not None:
+            own = self._parts if step == self._step else {}
+            return sum_in_order(joined([own, *map(parts_of, handed_in)]), self._parameters)
+        total = {name: tensor.clone() for name, tensor in self.gradient_sum(step).items()}
+        for tensors in handed_in:
+            for name, tensor in tensors.items():
+                total[name] += tensor
+        return total
 
     def save_optimizer(self, path: Path) -> None:
         """Write the optimizer state durably."""
@@ -306,6 +334,13 @@ class _Part:
     measures: LossMeasures
     checked: int
     difference: float
+
+
+def _read_gradient(path: Path, step: int) -> Parameters:
+    tensors, metadata = read_tensors(path)
+    if metadata.get("step") != str(step):
+        raise InvariantError(f"{path}: gradient of step {metadata.get('step')}, expected {step}")
+    return tensors
 
 
 def _compare(logprobs: Tensor, behaviour: Tensor, comparable: Tensor) -> tuple[int, float]:

@@ -11,11 +11,13 @@ SUB_ORDER = "write this module"
 """Ends a coder's first message: what stands right before a reply tells the two agents apart."""
 COMPACTION = "context full: summarise progress"
 BAD_CALL = "bad call"
+LEFT = "left"
+"""Before the names of the modules that nobody has written yet."""
 STATUS_WORDS = ("pass", "fail", "untested", "stopped")
 MAIN_REPLY_TOKENS = 12
 SUB_REPLY_TOKENS = 160
 SUMMARY_TOKENS = 16
-MAIN_ROOM_TOKENS = 22
+MAIN_ROOM_TOKENS = 28
 """Growth of the main context, in tokens, that makes the harness compact."""
 MAX_CALLS = 20
 MAX_MAIN_TURNS = 10
@@ -49,6 +51,7 @@ WORDS = (
     "passed",
     "failed",
     "built",
+    "left",
     "done",
     *STATUS_WORDS,
 )

@@ -158,7 +158,7 @@ class Demonstration:
                 summary = self._ask(context, history, words.MAIN_TOOLS, self._summary(done))
                 if self._calls >= words.MAX_CALLS:
                     break
-                history = [*head, Message(role="user", content=summary.content)]
+                history = [*head, Message(role="user", content=f"{summary.content} {self._left()}")]
                 context, base = self._open(is_lead=True), 0
         return self.contexts
 
@@ -173,7 +173,11 @@ class Demonstration:
         word = self._sub_agent(module)
         if module not in done:
             done.append(module)
-        return f"{module} {word}"
+        return f"{module} {word} {self._left()}"
+
+    def _left(self) -> str:
+        names = [module for module, _ in self._package.modules if module not in self._workspace.right]
+        return " ".join([words.LEFT, *names])
 
     def _is_malformed(self) -> bool:
         is_bad = self._malformed < MOST_MALFORMED and self._rng.random() < self._noise.malformed

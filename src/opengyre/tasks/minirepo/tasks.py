@@ -1,6 +1,7 @@
 """minirepo packages as tasks: instruction, visible tests, hidden tests, frozen test ids."""
 
 import random
+from collections.abc import Iterator
 
 from opengyre.core.errors import InputError
 from opengyre.core.types import Task
@@ -31,14 +32,11 @@ def minirepo_task(split: str, index: int) -> Task:
     True
     """
     package = minirepo_package(split, index)
-    rng = random.Random(f"minirepo-{split}-{index}")
     files = {"TASK.md": package.instruction()}
     hidden: dict[str, str] = {}
     test_ids: list[str] = []
-    for module, functions in package.modules:
-        visible = {function.name: random_inputs(rng, VISIBLE_INPUTS) for function in functions}
+    for module, functions, visible, unseen in _drawn_inputs(split, index):
         files[f"test_{module}.py"] = test_file(module, functions, visible)
-        unseen = {function.name: _hidden_inputs(rng, function, visible[function.name]) for function in functions}
         hidden[f"hidden_{module}.py"] = test_file(module, functions, unseen)
         test_ids += [f"{module}::{function.name}" for function in functions]
     return Task(
@@ -52,6 +50,27 @@ def minirepo_task(split: str, index: int) -> Task:
         grader=GRADER,
         scoring_limit_s=20.0,
     )
+
+
+def visible_inputs(split: str, index: int) -> dict[str, list[Values]]:
+    """Return the inputs of a task's visible tests, by function."""
+    found: dict[str, list[Values]] = {}
+    for _, _, visible, _ in _drawn_inputs(split, index):
+        found |= visible
+    return found
+
+
+Inputs = dict[str, list[Values]]
+"""Function to inputs."""
+
+
+def _drawn_inputs(split: str, index: int) -> Iterator[tuple[str, tuple[Function, ...], Inputs, Inputs]]:
+    """Yield each module with its functions, their visible and their hidden inputs."""
+    rng = random.Random(f"minirepo-{split}-{index}")
+    for module, functions in minirepo_package(split, index).modules:
+        visible = {function.name: random_inputs(rng, VISIBLE_INPUTS) for function in functions}
+        unseen = {function.name: _hidden_inputs(rng, function, visible[function.name]) for function in functions}
+        yield module, functions, visible, unseen
 
 
 def reference_files(package: Package) -> dict[str, str]:
