@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("opengyre.run.train", "train a policy by online RL on executions of a harness"),
     "eval": ("opengyre.run.evaluate", "evaluate weights on held-out tasks, sampled and greedy"),
     "compare": ("opengyre.run.compare", "compare rules by live runs of equal work on this machine"),
+    "simulate": ("opengyre.run.simulate", "compare rules in virtual time, at any size"),
     "trees": ("opengyre.run.trees", "show the trajectory trees of a run or of a file of calls"),
     "replay": ("opengyre.run.replay", "feed a recorded harness session through the real proxy"),
     "import": ("opengyre.run.import_files", "turn sessions of other tools into trajectory trees"),

@@ -15,6 +15,7 @@ from opengyre.core.events import (
     CloseStep,
     Command,
     Dispatch,
+    Dispatched,
     Event,
     Finished,
     GroupComplete,
@@ -22,6 +23,7 @@ from opengyre.core.events import (
     MicroStepReady,
     Mode,
     PublishWeights,
+    RatesMeasured,
     RunMicroStep,
     SlotClosed,
     StepDone,
@@ -30,9 +32,18 @@ from opengyre.core.events import (
     WeightsPublished,
 )
 from opengyre.core.types import Kind
-from opengyre.schedule.places import Candidate, next_group
+from opengyre.schedule.places import Candidate, PlaceBook, next_group
 from opengyre.schedule.scheduler import Scheduler
 from opengyre.schedule.settings import ScheduleSettings
+
+RATES = RatesMeasured(
+    decode_request_s=1e-4,
+    decode_weights_s=0.01,
+    environment_token_s=0.02,
+    training_token_s=1e-4,
+    context_tokens=100.0,
+    output_tokens=1000.0,
+)
 
 
 class World:
@@ -42,6 +53,8 @@ class World:
         self.settings, self.rng, self.drops, self.losses = settings, rng, drops, losses
         self.scheduler = Scheduler(settings)
         self.pending: list[tuple[str, object]] = []
+        self.now_s = 0.0
+        self.times: list[float] = []
         self.log: list[tuple[Event, list[Command]]] = []
         self.versions: dict[int, int] = {}
         self.taken: dict[int, int] = {}
@@ -51,8 +64,10 @@ class World:
         self.lost_left = 3
 
     def send(self, event: Event) -> None:
-        commands = self.scheduler.on(event, 0.0)
+        self.now_s += self.rng.choice((0.0, 1.0, 10.0))
+        commands = self.scheduler.on(event, self.now_s)
         self.log.append((event, commands))
+        self.times.append(self.now_s)
         for command in commands:
             self.take(command)
         self.check()
@@ -83,6 +98,7 @@ class World:
             assert any(cell.target is Mode.ROLLOUT for cell in cells), "live executions without a cell in rollout mode"
 
     def run(self) -> None:
+        self.send(RATES)
         self.send(WeightsPublished(version=0, incarnation=0, cells=self.settings.cells))
         for _ in range(20_000):
             if self.scheduler.is_done:
@@ -115,6 +131,7 @@ class World:
 
     def on_execution(self, dispatch: Dispatch) -> None:
         execution_id = dispatch.execution_id
+        self.send(Dispatched(execution_id=execution_id))
         group = self.slots.setdefault(dispatch.group_id, {}) if dispatch.kind is Kind.TRAIN else {}
         if self.rng.random() < self.drops:
             self.send(AttemptDropped(execution_id=execution_id, reason="test"))
@@ -158,7 +175,7 @@ def settings_of_a_run(draw: st.DrawFn) -> ScheduleSettings:
     cells = draw(st.integers(1, 4))
     overlap, burst = draw(st.integers(0, 3)), draw(st.integers(1, 2))
     steps = draw(st.integers(1, 5))
-    rule = draw(st.sampled_from(["waterlevel", "static", "colocate"])) if cells > 1 else "colocate"
+    rule = draw(st.sampled_from(["waterlevel", "lookahead", "static", "colocate"])) if cells > 1 else "colocate"
     return ScheduleSettings(
         cells=tuple(range(cells)),
         steps=steps,
@@ -207,8 +224,8 @@ def test_commands_are_a_function_of_the_log(settings, seed):
     world = World(settings, random.Random(seed), drops=0.2)
     world.run()
     fresh = Scheduler(settings)
-    for event, commands in world.log:
-        assert fresh.on(event, 0.0) == commands
+    for (event, commands), now_s in zip(world.log, world.times, strict=True):
+        assert fresh.on(event, now_s) == commands
 
 
 def test_a_restart_of_the_driver_costs_no_try():
@@ -322,3 +339,25 @@ def test_in_all_interleavings_no_deadline_is_missed_and_nothing_gets_stuck(phi, 
 
 def test_the_search_finds_that_the_obvious_rule_misses_a_deadline():
     assert search(2, 1, 1, 5, reserve=False)[1]
+
+
+@given(
+    groups=st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=12),
+    batch_groups=st.integers(1, 3),
+    places_left=st.integers(0, 3),
+    step=st.integers(0, 4),
+)
+def test_the_place_book_gives_the_places_that_the_rule_gives(groups, batch_groups, places_left, step):
+    live = [Candidate(index, deadline, done) for index, (deadline, done) in enumerate(groups)]
+    book = PlaceBook(batch_groups)
+    for group in live:
+        book.add(group.deadline)
+        if group.is_complete:
+            book.arrive(group.group_id, group.deadline)
+    while True:
+        expected = next_group(live, step=step, places_left=places_left, batch_groups=batch_groups)
+        assert book.take(step=step, places_left=places_left) == expected
+        if expected is None:
+            return
+        live = [group for group in live if group.group_id != expected]
+        places_left -= 1

@@ -118,6 +118,8 @@ class RatesMeasured(_Message, frozen=True, kw_only=True):
     output_tokens: float
     """Mean sampled tokens of an execution."""
     prefill_token_s: float = 0.0
+    kv_capacity_tokens: float = 0.0
+    """Context tokens that a cell holds; 0 if unknown."""
 
 
 class CellReady(_Message, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@
 from opengyre.core.errors import InvariantError
 from opengyre.core.events import Command, Dispatch, execution_id_of
 from opengyre.core.types import Kind
+from opengyre.schedule.places import PlaceBook
 from opengyre.schedule.settings import ScheduleSettings
 from opengyre.schedule.state import ExecutionState, GroupState, MicroStepState, SlotState
 
@@ -27,8 +28,15 @@ class Roster:
         self.open_evaluations: set[str] = set()
         self.waterlevel = 0
         """w: executions dispatched and not finished."""
+        self.places = PlaceBook(settings.batch_groups)
+        """Who may take a place in a step."""
         self._dispatched_groups = 0
         self._evaluated: set[int] = set()
+
+    @property
+    def dispatched_groups(self) -> int:
+        """Training groups dispatched so far."""
+        return self._dispatched_groups
 
     def execution(self, execution_id: str) -> ExecutionState:
         """Return a dispatched execution.
@@ -125,6 +133,8 @@ class Roster:
         if valid != valid_slots:
             raise InvariantError(f"group {group_id}: {valid_slots} valid slots reported, {valid} known")
         group.is_complete, group.valid_slots, group.expected = True, valid, micro_steps
+        if group.has_arrived:
+            self.places.arrive(group_id, group.deadline)
 
     def add_micro_step(self, group_id: int, micro_step: MicroStepState) -> None:
         """Note a micro-step of a complete group.
@@ -137,6 +147,8 @@ class Roster:
         if group is None or not group.is_complete or group.has_arrived or name in group.micro_steps:
             raise InvariantError(f"micro-step {name} of group {group_id} is not expected")
         group.micro_steps[name] = micro_step
+        if group.has_arrived:
+            self.places.arrive(group_id, group.deadline)
 
     # -- dispatch ---------------------------------------------------------------------------------------------
 
@@ -167,6 +179,7 @@ class Roster:
             deadline = version + self._settings.staleness_bound
             group = GroupState(group_id, Kind.TRAIN, version, deadline, slots)
             self.groups[group_id] = group
+            self.places.add(deadline)
             commands += [self._dispatch(group, slot, 0) for slot in range(self._settings.group_size)]
         return commands
 

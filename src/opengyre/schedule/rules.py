@@ -4,35 +4,9 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from opengyre.core.errors import ConfigError
 from opengyre.core.events import Mode
+from opengyre.schedule.cells import CellBook
 from opengyre.schedule.settings import ScheduleSettings
-
-
-@dataclass(frozen=True)
-class CellView:
-    """One cell as a rule sees it.
-
-    Example: ``CellView(cell_id=1, mode=Mode.ROLLOUT, target=Mode.ROLLOUT, is_idle=False, kv_tokens=3400)``.
-    """
-
-    cell_id: int
-    mode: Mode
-    target: Mode
-    """Mode it is in or on the way to."""
-    is_idle: bool
-    """In training mode without known work."""
-    kv_tokens: int
-
-    @property
-    def can_leave_rollout(self) -> bool:
-        """Whether it is in rollout mode and stays there so far."""
-        return self.mode is Mode.ROLLOUT and self.target is Mode.ROLLOUT
-
-    @property
-    def can_leave_training(self) -> bool:
-        """Whether it is in training mode without work."""
-        return self.mode is Mode.TRAINING and self.target is Mode.TRAINING and self.is_idle
 
 
 @dataclass(frozen=True)
@@ -43,7 +17,7 @@ class RuleView:
     """
 
     settings: ScheduleSettings
-    cells: tuple[CellView, ...]
+    cells: CellBook
     waterlevel: int
     """w: executions dispatched and not finished."""
     waiting: int
@@ -52,21 +26,6 @@ class RuleView:
     """All places of the open step are taken."""
     is_step_busy: bool
     """Micro-steps of the open step wait or run, or the step is being closed."""
-
-    @property
-    def training(self) -> int:
-        """Cells in training mode or on the way to it."""
-        return sum(cell.target is Mode.TRAINING for cell in self.cells)
-
-    @property
-    def joining(self) -> int:
-        """Cells on the way to training."""
-        return sum(cell.target is Mode.TRAINING and cell.mode is not Mode.TRAINING for cell in self.cells)
-
-    def lightest_first(self) -> list[CellView]:
-        """Return cells that can leave rollout, fewest resident tokens first: a switch costs their re-prefill."""
-        leaving = [cell for cell in self.cells if cell.can_leave_rollout]
-        return sorted(leaving, key=lambda cell: (cell.kv_tokens, -cell.cell_id))
 
 
 class SwitchRule(Protocol):
@@ -82,47 +41,67 @@ class SwitchRule(Protocol):
         ...
 
 
-def wanted_trainers(view: RuleView) -> int:
-    """Return max(floor, min(K - 1, K - ceil(w / C))).
+def wanted_trainers(settings: ScheduleSettings, *, cells: int, waterlevel: int, theta: float, floor: int) -> int:
+    """Return max(floor, min(K - 1, K - ceil(w / C))) with C = theta * (phi + mu) * B * N / K.
 
     Source: paper, the waterlevel; Choice: C as a share of the dispatch window, and the floor.
 
     >>> settings = ScheduleSettings(cells=(0, 1), steps=1, batch_groups=4, group_size=8, overlap=1, burst=1)
-    >>> [wanted_trainers(RuleView(settings, _two_cells(), w, 0, False, False)) for w in (64, 23, 22, 0)]
+    >>> [wanted_trainers(settings, cells=2, waterlevel=w, theta=0.7, floor=0) for w in (64, 23, 22, 0)]
     [0, 0, 1, 1]
     """
-    cells = len(view.cells)
-    needed = math.ceil(view.waterlevel / view.settings.capacity)
-    return max(view.settings.floor, min(cells - 1, cells - needed))
+    if not theta:
+        return min(floor, cells - 1)
+    needed = math.ceil(waterlevel / (theta * settings.window_share))
+    return max(min(floor, cells - 1), min(cells - 1, cells - needed))
 
 
-def _two_cells() -> tuple[CellView, ...]:
-    return tuple(CellView(index, Mode.ROLLOUT, Mode.ROLLOUT, False, 0) for index in range(2))
+def joiners(*, want: int, training: int, joining: int, waiting: int, queue: int) -> int:
+    """Return how many cells join training now: each needs a queue of its own.
+
+    Choice: a further cell joins only if q >= joining + 1 + queue * (cells that train already).
+
+    >>> joiners(want=3, training=0, joining=0, waiting=2, queue=1)
+    1
+    >>> joiners(want=3, training=0, joining=0, waiting=9, queue=1)
+    3
+    """
+    number = 0
+    while want > training + number and waiting >= joining + number + 1 + queue * (training + number):
+        number += 1
+    return number
+
+
+def waterlevel_switches(view: RuleView, *, theta: float, floor: int, queue: int) -> list[tuple[int, Mode]]:
+    """Return the switches of the waterlevel rule: joiners, and idle trainers above the wanted number.
+
+    Source: paper, the waterlevel rule. Choice: the queue test; nothing is recalled at a publication as such.
+    """
+    cells = view.cells
+    want = wanted_trainers(view.settings, cells=len(cells), waterlevel=view.waterlevel, theta=theta, floor=floor)
+    number = joiners(
+        want=min(want, len(cells) - 1),
+        training=cells.training,
+        joining=cells.joining,
+        waiting=view.waiting,
+        queue=queue,
+    )
+    chosen = [(cell.cell_id, Mode.TRAINING) for cell in cells.lightest(number)]
+    surplus = cells.training + len(chosen) - want
+    if surplus > 0 and cells.can_feed:
+        chosen += [(cell_id, Mode.ROLLOUT) for cell_id in cells.idle_trainers()[:surplus]]
+    return chosen
 
 
 class Waterlevel:
-    """The default rule: as w falls, cells join training, if enough micro-steps wait for them.
-
-    Source: paper, the waterlevel rule. Choice: the queue test and the recall of idle trainers only above ``want``.
-    """
+    """The default rule: as w falls, cells join training, if enough micro-steps wait for them."""
 
     parks = False
 
     def switches(self, view: RuleView) -> list[tuple[int, Mode]]:
         """Return the cells that join training, or the idle trainers that go back."""
-        want, current, joining = wanted_trainers(view), view.training, view.joining
-        chosen: list[tuple[int, Mode]] = []
-        for cell in view.lightest_first():
-            enough = view.waiting >= joining + 1 + view.settings.queue * current
-            if want <= current or not enough or current >= len(view.cells) - 1:
-                break
-            chosen.append((cell.cell_id, Mode.TRAINING))
-            current, joining = current + 1, joining + 1
-        for cell in view.cells:
-            if current > want and cell.can_leave_training:
-                chosen.append((cell.cell_id, Mode.ROLLOUT))
-                current -= 1
-        return chosen
+        settings = view.settings
+        return waterlevel_switches(view, theta=settings.theta, floor=settings.floor, queue=settings.queue)
 
 
 class Static:
@@ -133,9 +112,10 @@ class Static:
     def switches(self, view: RuleView) -> list[tuple[int, Mode]]:
         """Return the cells that have to join training at the start or after a loss."""
         allowed = min(view.settings.training_cells, len(view.cells) - 1)
-        missing = allowed - view.training
-        leaving = sorted(view.lightest_first(), key=lambda cell: -cell.cell_id)
-        return [(cell.cell_id, Mode.TRAINING) for cell in leaving[: max(0, missing)]]
+        missing = allowed - view.cells.training
+        if missing <= 0:
+            return []
+        return [(cell_id, Mode.TRAINING) for cell_id in view.cells.movable()[::-1][:missing]]
 
 
 class Colocate:
@@ -146,20 +126,14 @@ class Colocate:
     def switches(self, view: RuleView) -> list[tuple[int, Mode]]:
         """Return all cells that are not where the phase wants them."""
         if view.is_batch_ready and view.is_step_busy:
-            return [(cell.cell_id, Mode.TRAINING) for cell in view.cells if cell.can_leave_rollout]
-        return [(cell.cell_id, Mode.ROLLOUT) for cell in view.cells if cell.can_leave_training]
+            return [(cell_id, Mode.TRAINING) for cell_id in view.cells.movable()]
+        return [(cell_id, Mode.ROLLOUT) for cell_id in view.cells.idle_trainers()]
 
 
-def rule_of(settings: ScheduleSettings) -> SwitchRule:
-    """Return the rule that the settings name; a single cell always behaves as ``colocate``.
-
-    Raises:
-        ConfigError: The rule is not built yet.
-    """
+def plain_rule_of(settings: ScheduleSettings) -> SwitchRule | None:
+    """Return the rule that the settings name if it needs no memory; a single cell always behaves as ``colocate``."""
     if len(settings.cells) == 1 or settings.rule == "colocate":
         return Colocate()
     if settings.rule == "static":
         return Static()
-    if settings.rule == "waterlevel":
-        return Waterlevel()
-    raise ConfigError(f"schedule.rule = {settings.rule!r}: this version has waterlevel, static and colocate only")
+    return Waterlevel() if settings.rule == "waterlevel" else None

@@ -32,11 +32,13 @@ from opengyre.core.events import (
     WeightsPublished,
 )
 from opengyre.core.types import Kind
-from opengyre.schedule.places import Candidate, next_group
+from opengyre.schedule.cells import CellBook
+from opengyre.schedule.lookahead import Books, Choice, Lookahead
+from opengyre.schedule.open_step import OpenStep
 from opengyre.schedule.roster import Roster
-from opengyre.schedule.rules import CellView, RuleView, SwitchRule, rule_of
+from opengyre.schedule.rules import RuleView, SwitchRule, plain_rule_of
 from opengyre.schedule.settings import ScheduleSettings
-from opengyre.schedule.state import CellState, MicroStepState
+from opengyre.schedule.state import MicroStepState
 
 
 class Scheduler:
@@ -51,9 +53,13 @@ class Scheduler:
 
     def __init__(self, settings: ScheduleSettings) -> None:
         self.settings = settings
-        self._rule: SwitchRule = rule_of(settings)
-        self._cells = {cell_id: CellState(cell_id) for cell_id in settings.cells}
+        plain = plain_rule_of(settings)
+        self._lookahead = Lookahead(settings) if plain is None else None
+        self._rule: SwitchRule = plain or self._lookahead or Lookahead(settings)
+        self._cells = CellBook(settings.cells)
         self._roster = Roster(settings)
+        self._open = OpenStep(streaming=settings.streaming, batch_groups=settings.batch_groups)
+        self._books = Books(self._roster, self._open, self._cells)
         self._step = 0
         self._published = -1
         self._publishing: int | None = None
@@ -93,6 +99,9 @@ class Scheduler:
         self._take_places()
         commands += self._feed()
         commands += self._close()
+        if self._lookahead is not None:
+            self._books.step, self._books.published = self._step, self._published
+            self._lookahead.observe(event, now_s, self._books)
         commands += self._switch()
         return commands
 
@@ -125,12 +134,12 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """q: micro-steps of the open step that no cell has pulled."""
-        return len(self._waiting_micro_steps())
+        return self._open.waiting
 
     @property
     def open_groups(self) -> tuple[int, ...]:
         """Groups that have a place in the open step."""
-        return tuple(group.group_id for group in self._roster.groups.values() if group.step == self._step)
+        return self._open.group_ids
 
     @property
     def pending_groups(self) -> tuple[int, ...]:
@@ -148,6 +157,11 @@ class Scheduler:
         return group.is_complete, frozenset(group.micro_steps)
 
     @property
+    def choices(self) -> tuple[Choice, ...]:
+        """What the look-ahead rule has chosen so far; empty with other rules."""
+        return () if self._lookahead is None else tuple(self._lookahead.choices)
+
+    @property
     def spent_groups(self) -> int:
         """Consumed groups with fewer than two valid slots."""
         return self._spent
@@ -159,7 +173,7 @@ class Scheduler:
 
     def mode(self, cell_id: int) -> Mode:
         """Return the mode of a cell; a cell on its way is switching."""
-        cell = self._cells[cell_id]
+        cell = self._cells.cell(cell_id)
         return cell.mode if cell.mode is cell.target else Mode.SWITCHING
 
     def open_executions(self) -> tuple[str, ...]:
@@ -177,9 +191,7 @@ class Scheduler:
             return f"{len(self._roster.open_evaluations)} evaluation executions"
         if self._is_closing:
             return f"the optimizer step {self._step} on the core cell"
-        running = [
-            f"{m.micro_step_id} on cell {m.running_on}" for m in self._step_micro_steps() if m.running_on is not None
-        ]
+        running = [f"{m.micro_step_id} on cell {m.running_on}" for m in self._open.running()]
         if running or self.waiting:
             return f"step {self._step}: {self.waiting} micro-steps wait, running {', '.join(running) or 'none'}"
         late = [group for group in self._roster.groups.values() if group.step is None and not group.has_arrived]
@@ -244,32 +256,13 @@ class Scheduler:
 
     # -- steps ------------------------------------------------------------------------------------------------
 
-    def _step_micro_steps(self) -> list[MicroStepState]:
-        return [
-            micro_step
-            for group in self._roster.groups.values()
-            if group.step == self._step
-            for micro_step in group.micro_steps.values()
-        ]
-
-    def _waiting_micro_steps(self) -> list[MicroStepState]:
-        if not self.settings.streaming and len(self.open_groups) < self.settings.batch_groups:
-            return []
-        return [m for m in self._step_micro_steps() if m.running_on is None and m.done_by is None]
-
     def _take_places(self) -> None:
         """Give places of the open step to complete groups."""
         settings = self.settings
         if self._step >= settings.steps or self._is_closing:
             return
-        while True:
-            live = [
-                Candidate(group.group_id, group.deadline, group.has_arrived)
-                for group in self._roster.groups.values()
-                if group.kind is Kind.TRAIN and group.step is None
-            ]
-            left = settings.batch_groups - len(self.open_groups)
-            chosen = next_group(live, step=self._step, places_left=left, batch_groups=settings.batch_groups)
+        while not self._open.is_full:
+            chosen = self._roster.places.take(step=self._step, places_left=self._open.places_left)
             if chosen is None:
                 return
             group = self._roster.groups[chosen]
@@ -279,60 +272,44 @@ class Scheduler:
                     f"{self._step - group.version}, expected at most {settings.staleness_bound}"
                 )
             group.step = self._step
+            self._open.take(group)
 
     def _feed(self) -> list[Command]:
         """Answer the pulls of idle cells in training mode."""
-        if self._is_closing:
+        if self._is_closing or not self._open.waiting or not self._cells.can_feed:
             return []
         commands: list[Command] = []
-        waiting = self._waiting_micro_steps()
-        for cell in self._cells.values():
-            if not waiting:
+        for cell_id in self._cells.idle_trainers():
+            name = self._open.pull(cell_id)
+            if name is None:
                 break
-            if cell.is_asking and cell.mode is cell.target is Mode.TRAINING:
-                micro_step = waiting.pop(0)
-                micro_step.running_on = cell.cell_id
-                cell.is_asking, cell.running = False, micro_step.micro_step_id
-                commands.append(
-                    RunMicroStep(cell_id=cell.cell_id, micro_step_id=micro_step.micro_step_id, step=self._step)
-                )
+            self._cells.run(cell_id, name)
+            commands.append(RunMicroStep(cell_id=cell_id, micro_step_id=name, step=self._step))
         return commands
 
     def _close(self) -> list[Command]:
         """Close the step when B groups are consumed and nothing waits or runs."""
         if self._is_closing or self._step >= self.settings.steps:
             return []
-        if len(self.open_groups) < self.settings.batch_groups or self.settings.core not in self._cells:
-            return []
-        if any(micro_step.done_by is None for micro_step in self._step_micro_steps()):
+        if not self._open.is_full or self._open.is_busy or self.settings.core not in self._cells:
             return []
         self._is_closing = True
-        contributions: dict[int, list[str]] = {}
-        for micro_step in self._step_micro_steps():
-            if micro_step.done_by is not None:
-                contributions.setdefault(micro_step.done_by, []).append(micro_step.micro_step_id)
         return [
-            CloseStep(
-                step=self._step,
-                groups=self.open_groups,
-                contributions={cell: tuple(ids) for cell, ids in sorted(contributions.items())},
-            )
+            CloseStep(step=self._step, groups=self._open.group_ids, contributions=self._open.contributions()),
         ]
 
     def _on_micro_step_done(self, event: MicroStepDone) -> list[Command]:
         cell = self._cells.get(event.cell_id)
-        micro_step = next((m for m in self._step_micro_steps() if m.micro_step_id == event.micro_step_id), None)
-        if cell is None or micro_step is None or micro_step.running_on != event.cell_id:
+        if cell is None or not self._open.finish(event.micro_step_id, event.cell_id):
             raise InvariantError(f"micro-step {event.micro_step_id} was not running on cell {event.cell_id}")
-        micro_step.running_on, micro_step.done_by = None, event.cell_id
         cell.running = None
         return []
 
     def _on_step_done(self, event: StepDone) -> list[Command]:
         if not self._is_closing or event.version != self._step + 1:
             raise InvariantError(f"version {event.version} after step {self._step} (closing: {self._is_closing})")
-        for group_id in self.open_groups:
-            group = self._roster.groups.pop(group_id)
+        for group in self._open.clear():
+            del self._roster.groups[group.group_id]
             self._spent += group.valid_slots < 2
         self._is_closing = False
         self._step = event.version
@@ -347,12 +324,6 @@ class Scheduler:
 
     # -- cells ------------------------------------------------------------------------------------------------
 
-    def _cell(self, cell_id: int) -> CellState:
-        try:
-            return self._cells[cell_id]
-        except KeyError as error:
-            raise InvariantError(f"cell {cell_id} is not in the run; live cells are {tuple(self._cells)}") from error
-
     def _on_cell_load(self, event: CellLoad) -> list[Command]:
         cell = self._cells.get(event.cell_id)
         if cell is not None:
@@ -360,67 +331,39 @@ class Scheduler:
         return []
 
     def _on_cell_ready(self, event: CellReady) -> list[Command]:
-        cell = self._cell(event.cell_id)
-        if cell.mode is not Mode.TRAINING or cell.running is not None:
-            raise InvariantError(f"cell {event.cell_id} asks for work in mode {cell.mode}, running {cell.running}")
-        cell.is_asking = True
+        self._cells.ask(event.cell_id)
         return []
 
     def _on_switch_done(self, event: SwitchDone) -> list[Command]:
-        cell = self._cell(event.cell_id)
-        if cell.target is not event.mode:
-            raise InvariantError(f"cell {event.cell_id} arrived in {event.mode}, expected {cell.target}")
-        cell.mode = event.mode
-        cell.is_asking = False
+        self._cells.arrive(event.cell_id, event.mode)
         return []
 
     def _on_cell_lost(self, event: CellLost) -> list[Command]:
         """Return the cell's micro-steps to the queue, done ones too: their sums are gone with it."""
-        self._cell(event.cell_id)
-        del self._cells[event.cell_id]
-        for micro_step in self._step_micro_steps():
-            if event.cell_id in (micro_step.running_on, micro_step.done_by):
-                micro_step.running_on = micro_step.done_by = None
-                self._is_closing = False
-        if event.cell_id == self.settings.core:
+        self._cells.lose(event.cell_id)
+        if self._open.lose(event.cell_id) or event.cell_id == self.settings.core:
             self._is_closing = False
         return []
 
     def _on_cell_joined(self, event: CellJoined) -> list[Command]:
-        if event.cell_id in self._cells:
-            raise InvariantError(f"cell {event.cell_id} joined but is in the run")
-        self._cells[event.cell_id] = CellState(event.cell_id)
-        self._cells = dict(sorted(self._cells.items()))
+        self._cells.join(event.cell_id)
         return []
 
     def _view(self) -> RuleView:
-        cells = tuple(
-            CellView(
-                cell.cell_id,
-                cell.mode,
-                cell.target,
-                cell.is_asking,
-                cell.kv_tokens,
-            )
-            for cell in self._cells.values()
-        )
-        micro_steps = self._step_micro_steps()
         return RuleView(
             settings=self.settings,
-            cells=cells,
+            cells=self._cells,
             waterlevel=self._roster.waterlevel,
-            waiting=self.waiting,
-            is_batch_ready=len(self.open_groups) >= self.settings.batch_groups,
-            is_step_busy=self._is_closing or any(m.done_by is None for m in micro_steps),
+            waiting=self._open.waiting,
+            is_batch_ready=self._open.is_full,
+            is_step_busy=self._is_closing or self._open.is_busy,
         )
 
     def _switch(self) -> list[Command]:
         """Let the rule decide, then make sure that live executions keep a cell."""
         commands: list[Command] = []
         for cell_id, mode in self._rule.switches(self._view()):
-            cell = self._cells[cell_id]
-            cell.target = mode
-            cell.is_asking = False
+            self._cells.turn(cell_id, mode)
             commands.append(SwitchCell(cell_id=cell_id, mode=mode))
         if not self._rule.parks and self._cells and self._roster.waterlevel:
             commands += self._recall()
@@ -428,11 +371,10 @@ class Scheduler:
 
     def _recall(self) -> list[Command]:
         """Bring a trainer back where losses left no cell in rollout mode; without one the invariant is broken."""
-        if any(cell.target is Mode.ROLLOUT for cell in self._cells.values()):
+        if self._cells.training < len(self._cells):
             return []
         idle = [cell for cell in self._cells.values() if cell.mode is Mode.TRAINING and cell.running is None]
         if not idle:
             return []
-        idle[0].target = Mode.ROLLOUT
-        idle[0].is_asking = False
+        self._cells.turn(idle[0].cell_id, Mode.ROLLOUT)
         return [SwitchCell(cell_id=idle[0].cell_id, mode=Mode.ROLLOUT)]

@@ -71,7 +71,12 @@ class ScheduleSettings:
 
         Choice: a share of the window, never the cell's half-throughput knee (that cost 5-19% in the study).
         """
-        return self.theta * (self.overlap + self.burst) * self.batch_groups * self.group_size / len(self.cells)
+        return self.theta * self.window_share
+
+    @property
+    def window_share(self) -> float:
+        """Executions of a full dispatch window for each cell."""
+        return (self.overlap + self.burst) * self.batch_groups * self.group_size / len(self.cells)
 
     @property
     def staleness_bound(self) -> int:
