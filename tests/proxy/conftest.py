@@ -1,15 +1,24 @@
 """Recorded harness sessions and made-up answers for the dialects' tests."""
 
+import asyncio
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import aiohttp
 import pytest
 
 from opengyre.core.chat import Message, ToolCall
 from opengyre.core.types import Finish
+from opengyre.ledger.ledger import Ledger
+from opengyre.model.text_chat import ByteRenderer
 from opengyre.proxy.dialects import anthropic, chat, gemini, responses
+from opengyre.proxy.doors import DoorLimits
 from opengyre.proxy.requests import Answer, AnswerChoice
+from opengyre.proxy.server import Proxy
+from opengyre.proxy.session import SessionSpec
+from opengyre.run.replay import ScriptedEngine
 
 CAPTURES = Path(__file__).parents[3] / "shared" / "captures"
 READERS = {"chat": chat, "anthropic": anthropic, "responses": responses, "gemini": gemini}
@@ -60,4 +69,75 @@ def events_of(chunks):
 @pytest.fixture
 def made():
     """The helpers above, for test modules."""
-    return SimpleNamespace(read_capture=read_capture, answered=answered, reply=reply, events_of=events_of)
+    return SimpleNamespace(read_capture=read_capture, answered=answered, reply=reply, events_of=events_of, asked=asked)
+
+
+class CountingEngine(ScriptedEngine):
+    """Says one message to everybody, and keeps what it was asked."""
+
+    def __init__(self):
+        super().__init__(ByteRenderer())
+        self.reply = Message(role="assistant", content="done")
+        self.requests = []
+        self.delay_s = 0.0
+
+    async def generate(self, request):
+        self.requests.append(request)
+        await asyncio.sleep(self.delay_s)
+        return await super().generate(request)
+
+
+class Stand:
+    """A proxy with a scripted engine and a real ledger, and clients of its executions."""
+
+    def __init__(self, folder, limits):
+        self.folder = folder
+        self.engine = CountingEngine()
+        self.ledger = Ledger.open(folder)
+        self.proxy = Proxy(
+            engine=self.engine,
+            store=self.ledger,
+            renderer=self.engine.renderer,
+            clock=time.monotonic,
+            limits=limits,
+        )
+        self.clients = []
+
+    def spec(self, name, **changes):
+        known = {"group_id": 0, "slot": 0, "attempt": 0, "run_seed": 0, "context_tokens": 1 << 24}
+        return SessionSpec(execution_id=name, **{**known, "default_max_tokens": 1 << 20, **changes})
+
+    async def open(self, name="e", path=None, **changes):
+        await self.proxy.open_execution(self.spec(name, **changes), self.folder / (path or name))
+        return self.client(path or name)
+
+    def client(self, path):
+        client = aiohttp.ClientSession("http://proxy", connector=aiohttp.UnixConnector(str(self.folder / path)))
+        self.clients.append(client)
+        return client
+
+
+async def asked(client, body=None, path="/v1/chat/completions", **more):
+    """Return (status, JSON) of a call."""
+    body = body or {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+    async with client.post(path, json=body, **more) as response:
+        return response.status, await response.json()
+
+
+@pytest.fixture
+async def standing(tmp_path_factory):
+    """Return a function that makes a stand; all are closed at the end."""
+    stands = []
+
+    async def make(**limits):
+        stand = Stand(tmp_path_factory.mktemp("s"), DoorLimits(**limits))
+        stands.append(stand)
+        await stand.proxy.start()
+        return stand
+
+    yield make
+    for stand in stands:
+        for client in stand.clients:
+            await client.close()
+        await stand.proxy.stop()
+        stand.ledger.close()

@@ -14,6 +14,7 @@ from opengyre.execute.harness import load_harness
 from opengyre.ledger.ledger import Ledger
 from opengyre.model.chat import EmbeddedRenderer
 from opengyre.model.tokenizer import EmbeddedTokenizer
+from opengyre.proxy.doors import DoorLimits
 from opengyre.proxy.server import Proxy
 from opengyre.proxy.session import SessionSpec
 from opengyre.trajectory.marks import RoleMarks
@@ -351,9 +352,8 @@ async def test_the_policy_is_the_one_model_that_is_listed(served):
 
 
 async def test_a_body_over_the_limit_is_refused_in_the_words_of_the_dialect(served):
-    served.proxy = Proxy(
-        engine=served.engine, store=served.ledger, renderer=RENDERER, clock=lambda: 1.0, body_limit_bytes=1000
-    )
+    limits = DoorLimits(body_bytes=1000)
+    served.proxy = Proxy(engine=served.engine, store=served.ledger, renderer=RENDERER, clock=lambda: 1.0, limits=limits)
     await served.proxy.start()
     client = await served.open()
     status, body = await post(client, "/v1/messages", {"messages": [{"role": "user", "content": "x" * 2000}]})

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
@@ -15,12 +15,16 @@ from opengyre.core.errors import CallError, InvariantError
 from opengyre.core.protocols import CallStore, Engine
 from opengyre.core.types import Delivered
 from opengyre.proxy.dialects import COUNTERS, DIALECTS, Dialect, chat
+from opengyre.proxy.doors import Door, DoorLimits, Doors
 from opengyre.proxy.requests import Answer, ChatRequest, Json
 from opengyre.proxy.session import Session, SessionSpec
 from opengyre.trajectory.marks import Mark
 
 REQUEST_ID_HEADER = "x-gyre-request-id"
 LONGEST_SOCKET_PATH_BYTES = 60
+BACKLOG = 128
+"""Connections that the system keeps waiting for us, a socket."""
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _STREAM_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache"}
 _ANSWERS = msgspec.msgpack.Decoder(Answer)
 
@@ -47,7 +51,7 @@ class Proxy:
         store: The ledger.
         renderer: Chat to tokens and back.
         clock: Seconds on the driver's clock.
-        body_limit_bytes: Largest request body.
+        limits: What one execution can take.
     """
 
     def __init__(
@@ -57,17 +61,16 @@ class Proxy:
         store: CallStore,
         renderer: ChatRenderer,
         clock: Callable[[], float],
-        body_limit_bytes: int = 64 * 1024 * 1024,
+        limits: DoorLimits | None = None,
     ) -> None:
         self._engine = engine
         self._store = store
         self._renderer = renderer
         self._clock = clock
-        self._sessions: dict[str, Session] = {}
-        """Socket path to session."""
-        self._sites: dict[str, tuple[str, web.UnixSite]] = {}
+        self._open: dict[str, tuple[Session, Path, Door, asyncio.AbstractServer]] = {}
         self._running: dict[tuple[str, str], asyncio.Future[Answer]] = {}
-        application = web.Application(client_max_size=body_limit_bytes)
+        self._doors = Doors(self._protocol, limits or DoorLimits())
+        application = web.Application(middlewares=[self._mark_line])
         for path, dialect in DIALECTS.items():
             application.router.add_post(path, partial(self._call, dialect))
         for path, (dialect, count_body) in COUNTERS.items():
@@ -76,7 +79,13 @@ class Proxy:
         application.router.add_get("/v1/models/{model:.+}", self._model)
         application.router.add_post("/_shim/receipt", self._receipt)
         application.router.add_route("*", "/{path:.*}", _other)
-        self._runner = web.AppRunner(application, access_log=None, handle_signals=False, shutdown_timeout=0.1)
+        self._runner = web.AppRunner(
+            application,
+            access_log=None,
+            handle_signals=False,
+            shutdown_timeout=0.1,
+            keepalive_timeout=self._doors.limits.silent_s,
+        )
         self.failed: asyncio.Future[None] | None = None
         """Gets the exception of a broken invariant or a full disk: the run must stop."""
 
@@ -87,6 +96,8 @@ class Proxy:
 
     async def stop(self) -> None:
         """Close every socket."""
+        for _, _, _, server in self._open.values():
+            server.close()
         await self._runner.cleanup()
         if self.failed is not None and not self.failed.done():
             self.failed.cancel()
@@ -100,45 +111,58 @@ class Proxy:
         path = str(socket_path)
         if len(path.encode()) > LONGEST_SOCKET_PATH_BYTES:
             raise InvariantError(f"{path}: {len(path.encode())} bytes, expected at most {LONGEST_SOCKET_PATH_BYTES}")
-        if spec.execution_id in self._sites:
+        if spec.execution_id in self._open:
             raise InvariantError(f"execution {spec.execution_id} is open already")
         socket_path.unlink(missing_ok=True)
-        site = web.UnixSite(self._runner, path)
-        await site.start()
+        session = Session(spec, self._renderer)
+        door = Door(session)
+        loop = asyncio.get_running_loop()
+        server = await loop.create_unix_server(self._doors.entrance(door), path, backlog=BACKLOG)
         socket_path.chmod(0o600)
-        self._sessions[path] = Session(spec, self._renderer)
-        self._sites[spec.execution_id] = (path, site)
+        self._open[spec.execution_id] = (session, socket_path, door, server)
 
     async def close_execution(self, execution_id: str) -> None:
-        """Stop serving an execution."""
-        path, site = self._sites.pop(execution_id)
-        session = self._sessions.pop(path)
+        """Stop serving an execution; what still asks on an open connection is told that it is over."""
+        session, socket_path, door, server = self._open.pop(execution_id)
         session.is_closed = True
-        await site.stop()
+        server.close()
+        self._doors.close(door)
         await self._store.revise_roles(execution_id, session.revised_roles(is_over=True))
-        Path(path).unlink(missing_ok=True)
+        socket_path.unlink(missing_ok=True)
+
+    def _protocol(self) -> web.RequestHandler:
+        server = self._runner.server
+        if server is None:
+            raise InvariantError("the proxy serves before it was started")
+        return server()
 
     # -- requests ---------------------------------------------------------------------------------------------
 
+    @web.middleware
+    async def _mark_line(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        with self._doors.asking(request):
+            return await handler(request)
+
     def _session(self, request: web.Request) -> Session:
-        transport = request.transport
-        path = transport.get_extra_info("sockname") if transport is not None else None
-        session = self._sessions.get(str(path))
+        """Return whose request this is: that of the door it came through."""
+        session = self._doors.door_of(request).session
         if session is None:
             raise CallError("no such execution", status=404, code="execution_unknown")
+        session.check_open()
         return session
 
     async def _call(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         is_streamed = False
         try:
             session = self._session(request)
-            body = await _decoded(request)
-            is_streamed = body.get("stream") is True
-            parsed = dialect.parse_request(body)
-            mark = session.spec.marks.read(request.path, request.headers, body)
-            if parsed.is_compaction:
-                mark = msgspec.structs.replace(mark, is_compaction=True)
-            answer = await self._answer(session, parsed, mark, request.headers.get(REQUEST_ID_HEADER, ""))
+            async with self._doors.body(request, session.spec.execution_id) as data:
+                body = _decoded(data)
+                is_streamed = body.get("stream") is True
+                parsed = dialect.parse_request(body)
+                mark = session.spec.marks.read(request.path, request.headers, body)
+                if parsed.is_compaction:
+                    mark = msgspec.structs.replace(mark, is_compaction=True)
+                answer = await self._answer(session, parsed, mark, request.headers.get(REQUEST_ID_HEADER, ""))
         except CallError as error:
             return _refusal(dialect, error, is_streamed=is_streamed)
         if not parsed.stream:
@@ -156,7 +180,8 @@ class Proxy:
         """Answer how many tokens a prompt has; this is no call."""
         try:
             session = self._session(request)
-            tokens = session.prompt_tokens(dialect.parse_request(await _decoded(request)))
+            async with self._doors.body(request, session.spec.execution_id) as data:
+                tokens = session.prompt_tokens(dialect.parse_request(_decoded(data)))
         except CallError as error:
             return _refusal(dialect, error, is_streamed=False)
         return web.Response(body=count_body(tokens), content_type="application/json")
@@ -217,7 +242,8 @@ class Proxy:
     async def _receipt(self, request: web.Request) -> web.Response:
         try:
             session = self._session(request)
-            receipts = _RECEIPTS.decode_lines(await request.read())
+            async with self._doors.body(request, session.spec.execution_id) as data:
+                receipts = _RECEIPTS.decode_lines(data)
         except (CallError, msgspec.DecodeError) as error:
             return web.Response(text=str(error), status=400)
         execution_id = session.spec.execution_id
@@ -251,13 +277,13 @@ def _model_card(model: str) -> Json:
     return {**card, "type": "model", "display_name": model, "created_at": "1970-01-01T00:00:00Z"}
 
 
-async def _decoded(request: web.Request) -> Json:
+def _decoded(data: bytearray) -> Json:
     try:
-        body = msgspec.json.decode(await request.read())
-    except web.HTTPRequestEntityTooLarge as error:
-        raise CallError(f"the body is too large: {error.text}", status=413, code="request_too_large") from error
+        body = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CallError(f"the body is not JSON: {error}") from error
+    except RecursionError as error:
+        raise CallError("the body is not JSON that can be read: it is nested too deeply") from error
     if not isinstance(body, dict):
         raise CallError(f"the body is {type(body).__name__}, expected an object")
     return body

@@ -96,7 +96,7 @@ class Session:
         Raises:
             CallError: The execution is closed, or the prompt does not fit the policy.
         """
-        self._check_open()
+        self.check_open()
         match = self._paths.match(request.messages, request.tools)
         context, parent, shared, verdict = self._context(request, match)
         match = Match(match.call_id, match.covered, match.keys, verdict, match.first_difference)
@@ -133,10 +133,15 @@ class Session:
         Raises:
             CallError: The execution is closed.
         """
-        self._check_open()
+        self.check_open()
         return len(self._context(request, self._paths.match(request.messages, request.tools))[0])
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Refuse an execution that is over.
+
+        Raises:
+            CallError: It is closed.
+        """
         if self.is_closed:
             raise CallError(f"execution {self.spec.execution_id} is closed", status=410, code="execution_closed")
 

@@ -28,6 +28,7 @@ from opengyre.execute.scoring import SandboxedEvaluator
 from opengyre.ledger.ledger import Ledger
 from opengyre.model.chat import EmbeddedRenderer
 from opengyre.model.tokenizer import EmbeddedTokenizer
+from opengyre.proxy.doors import DoorLimits
 from opengyre.proxy.server import Proxy
 from opengyre.run.cell_desk import CellDesk, shared_folder
 from opengyre.run.clock import RunClock
@@ -227,7 +228,7 @@ def build_executions(
         store=ledger,
         renderer=renderer,
         clock=clock,
-        body_limit_bytes=config.proxy.body_limit_bytes,
+        limits=DoorLimits(body_bytes=config.proxy.body_limit_bytes),
     )
     evaluator = SandboxedEvaluator(
         server,
