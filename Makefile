@@ -1,7 +1,7 @@
 # Two commands need nothing but make and a Python 3.11-3.13:  make demo  and  make test.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test check check-deep gpu harnesses docs clean
+.PHONY: help setup setup-dev demo test check check-deep gpu harnesses regimes docs clean
 
 BIN := .venv/bin
 UNIT := -m "not slow and not gpu and not harness"
@@ -37,6 +37,17 @@ gpu: setup-dev  ## The tests that need a CUDA device; skipped where there is non
 
 harnesses: setup-dev  ## Install and run real harnesses against the proxy.
 	$(BIN)/pytest -m harness $(ARGS)
+
+REGIMES ?= $(shell sed -n '/^\[regimes\]/,/^\[paper\]/s/^\([a-z0-9-]*\) = .*/\1/p' recipes/workloads/regimes.toml)
+SEEDS ?= 3
+regimes: setup-dev  ## Judge the rules on all regimes, one file each in runs/regimes; what is there already stays.
+	@mkdir -p runs/regimes
+	@for name in $(REGIMES); do \
+	  test -s runs/regimes/$$name.json && continue; \
+	  $(BIN)/opengyre simulate recipes/workloads/regimes.toml --regimes $$name --seeds $(SEEDS) --json $(ARGS) \
+	    > runs/regimes/$$name.part && mv runs/regimes/$$name.part runs/regimes/$$name.json || exit 1; \
+	done
+	@$(BIN)/python -m opengyre.run.judged_table runs/regimes/*.json
 
 docs: setup-dev  ## Write the generated pages again.
 	$(BIN)/python -m opengyre.run.config_page > docs/config.md

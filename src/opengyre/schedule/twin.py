@@ -9,7 +9,7 @@ Micro-steps, switches, places in a step, publications and dispatch are played on
 import heapq
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from opengyre.schedule.places import PlaceBook
 from opengyre.schedule.rules import joiners
@@ -109,6 +109,8 @@ class Start:
     """Micro-steps of a group."""
     groups_left: int
     """Groups of the run that are not dispatched."""
+    speeds: dict[tuple[int, int], float] = field(default_factory=dict, compare=False)
+    """Seconds a token by (live, cells), kept for the plays to come: they meet the same loads."""
 
 
 class Twin:
@@ -149,6 +151,8 @@ class Twin:
         self._next_group = 1 + max([*start.open_slots, *start.deadlines, -1])
         self._sent = 0
         self._token_s = INFINITY
+        self._may_place = True
+        """Whether a group arrived or a step began since no group could take a place."""
         self.done_s: list[float] = []
         for deadline in start.deadlines.values():
             self._places.add(deadline)
@@ -157,7 +161,10 @@ class Twin:
         for seconds in start.running:
             self._after(seconds, _TRAINED)
         for group in start.scoring:
-            self._after(start.rates.score_s / 2, _SCORED, group)
+            self._open[group] -= 1
+        for group in dict.fromkeys(start.scoring):
+            if not self._open[group]:
+                self._after(start.rates.score_s / 2, _SCORED, group)
         for number, kind in ((start.joining, _JOINED), (start.returning, _BACK)):
             for _ in range(number):
                 self._after(start.rates.switch_s / 2, kind)
@@ -205,13 +212,14 @@ class Twin:
             _, group = heapq.heappop(self._ends)
             self._level -= 1
             if group >= 0:
-                self._after(self._rates.score_s, _SCORED, group)
+                self._open[group] -= 1
+                if not self._open[group]:
+                    self._after(self._rates.score_s, _SCORED, group)
 
     def _happen(self, kind: int, group: int) -> None:
         if kind == _SCORED:
-            self._open[group] -= 1
-            if not self._open[group]:
-                self._places.arrive(group, self._deadline[group])
+            self._places.arrive(group, self._deadline[group])
+            self._may_place = True
         elif kind == _TRAINED:
             self._busy -= 1
             self._idle += 1
@@ -230,6 +238,7 @@ class Twin:
         self._step += 1
         self.done_s.append(self._now_s)
         self._left, self._is_closing = self._start.batch_groups, False
+        self._may_place = True
         if self._step % self._start.burst == 0:
             self._published = self._step
             self._stall(self._rates.publish_s)
@@ -257,9 +266,10 @@ class Twin:
 
     def _act(self) -> None:
         """What the scheduler does after each event: places, pulls, the end of a step, switches."""
-        while self._left and not self._is_closing:
+        while self._may_place and self._left and not self._is_closing:
             group = self._places.take(step=self._step, places_left=self._left)
             if group is None:
+                self._may_place = False
                 break
             self._left -= 1
             count = self._start.micro_steps
@@ -272,8 +282,18 @@ class Twin:
         if not (self._left or self._waiting or self._busy or self._is_closing):
             self._is_closing = True
             self._after(self._rates.optimizer_s, _STEPPED)
-        self._switch()
-        self._token_s = self._rates.token_s(self._level, self._rollout) if self._level and self._rollout else INFINITY
+        if self._waiting or self._idle:
+            self._switch()
+        self._token_s = self._speed()
+
+    def _speed(self) -> float:
+        if not (self._level and self._rollout):
+            return INFINITY
+        load = (self._level, self._rollout)
+        seconds = self._start.speeds.get(load)
+        if seconds is None:
+            seconds = self._start.speeds[load] = self._rates.token_s(*load)
+        return seconds
 
     def _switch(self) -> None:
         cells = self._start.cells
