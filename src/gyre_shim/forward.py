@@ -16,6 +16,8 @@ from gyre_shim.receipts import RETRY_S, ReceiptPost
 
 KEEP_ALIVE_S = 15.0
 LARGEST_HEAD_BYTES = 1 << 16
+LARGEST_BODY_BYTES = 1 << 26
+MOST_CLIENTS = 128
 PROTOCOL_HEADER = b"x-gyre-shim: 1\r\n"
 _ANTHROPIC_PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 _RESPONSES_PING = b'event: response.keepalive\ndata: {"type": "response.keepalive"}\n\n'
@@ -41,6 +43,8 @@ class _Upstream:
     """Bytes of the answer that were given to the client."""
     retry_s: float = 0.0
     last_sign_s: float = 0.0
+    is_answered: bool = False
+    """The answer is whole; the client may not have read all of it."""
     is_chunking: bool = False
     """The shim sent its own head because the answer took long; the body is framed anew."""
     body: bytearray = field(default_factory=bytearray)
@@ -56,6 +60,9 @@ class _Client:
     out: bytearray = field(default_factory=bytearray)
     current: _Upstream | None = None
     is_gone: bool = False
+    is_refused: bool = False
+    """What it still sends is thrown away, so that it can read the refusal."""
+    thrown_away: int = 0
 
 
 class Forwarder:
@@ -84,7 +91,7 @@ class Forwarder:
         self._journal = os.open(journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._prefix = prefix
         self._number = 0
-        self._upstreams: set[int] = set()
+        self._clients: list[_Client] = []
         self._open: dict[str, _Upstream] = {}
         self.receipts = ReceiptPost(selector, upstream_path)
         self._away_since_s: float | None = None
@@ -123,6 +130,8 @@ class Forwarder:
     def on_tick(self, now_s: float) -> None:
         """Retry lost upstreams, keep waiting clients alive, deliver receipts."""
         for upstream in list(self._open.values()):
+            if upstream.is_answered:
+                continue
             if upstream.connection is None and now_s >= upstream.retry_s:
                 self._connect(upstream, now_s)
             if now_s - upstream.last_sign_s >= KEEP_ALIVE_S and not upstream.has_head and not upstream.client.is_gone:
@@ -135,27 +144,52 @@ class Forwarder:
             self._end(upstream, "hung_up")
 
     def _accept(self, _: object) -> None:
-        with contextlib.suppress(BlockingIOError):
+        try:
             connection, _ = self._listener.accept()
-            connection.setblocking(False)
-            client = _Client(connection)
-            self._selector.register(connection, selectors.EVENT_READ, lambda _: self._from_client(client))
+        except OSError:
+            return
+        if len(self._clients) >= MOST_CLIENTS:
+            idle = next((client for client in self._clients if client.current is None), None)
+            if idle is None:
+                connection.close()
+                return
+            self._drop_client(idle)
+        connection.setblocking(False)
+        client = _Client(connection)
+        self._clients.append(client)
+        self._selector.register(connection, selectors.EVENT_READ, lambda _: self._on_client(client))
+
+    def _on_client(self, client: _Client) -> None:
+        if client.out:
+            self._flush(client)
+        if not client.is_gone:
+            self._from_client(client)
 
     def _from_client(self, client: _Client) -> None:
         try:
             data = client.connection.recv(1 << 18)
         except BlockingIOError:
             return
-        except ConnectionError:
+        except OSError:
             data = b""
         if not data:
             self._drop_client(client)
-            return
-        client.buffer += data
-        self._next_request(client)
+        elif client.is_refused:
+            client.thrown_away += len(data)
+            if client.thrown_away > LARGEST_BODY_BYTES:
+                self._drop_client(client)
+        else:
+            client.buffer += data
+            if client.current is not None and len(client.buffer) > LARGEST_HEAD_BYTES:
+                self._drop_client(client)
+            else:
+                self._next_request(client)
 
     def _drop_client(self, client: _Client) -> None:
+        if client.is_gone:
+            return
         client.is_gone = True
+        self._clients.remove(client)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(client.connection)
         client.connection.close()
@@ -166,14 +200,14 @@ class Forwarder:
 
     def _next_request(self, client: _Client) -> None:
         """Take a whole request out of the buffer and send it on."""
-        if client.current is not None:
+        if client.current is not None or client.is_refused:
             return
-        head, separator, _ = client.buffer.partition(b"\r\n\r\n")
-        if not separator:
+        end = client.buffer.find(b"\r\n\r\n", 0, LARGEST_HEAD_BYTES + 4)
+        if end < 0:
             if len(client.buffer) > LARGEST_HEAD_BYTES:
                 self._refuse(client, b"431 Request Header Fields Too Large")
             return
-        lines = bytes(head).split(b"\r\n")
+        lines = bytes(client.buffer[:end]).split(b"\r\n")
         headers = [line for line in lines[1:] if line]
         length, is_chunked = 0, False
         for line in headers:
@@ -184,17 +218,21 @@ class Forwarder:
         if is_chunked:
             self._refuse(client, b"411 Length Required")
             return
-        total = len(head) + 4 + length
+        if length > LARGEST_BODY_BYTES:
+            self._refuse(client, b"413 Content Too Large")
+            return
+        total = end + 4 + length
         if len(client.buffer) < total:
             return
-        body = bytes(client.buffer[len(head) + 4 : total])
+        body = bytes(client.buffer[end + 4 : total])
         del client.buffer[:total]
         self._send_on(client, lines[0], headers, body)
 
     def _refuse(self, client: _Client, status: bytes) -> None:
         client.out += b"HTTP/1.1 " + status + b"\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+        client.is_refused = True
+        client.buffer.clear()
         self._flush(client)
-        self._drop_client(client)
 
     def _send_on(self, client: _Client, line: bytes, headers: list[bytes], body: bytes) -> None:
         self._number += 1
@@ -279,28 +317,40 @@ class Forwarder:
             self._finish(upstream)
 
     def _finish(self, upstream: _Upstream) -> None:
-        """The answer is whole: give the rest, and note whether the client got all of it."""
+        """The answer is whole: give the rest; what became of it is known when the client has read it or gone."""
         client = upstream.client
+        if upstream.request_id not in self._open or upstream.is_answered:
+            return
+        self._close_upstream(upstream)
+        upstream.is_answered = True
         if upstream.is_chunking:
             body = _plain_body(upstream)
             client.out += b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if body else b"0\r\n\r\n"
         self._flush(client)
-        while client.out and not client.is_gone:
-            time.sleep(0.001)
-            self._flush(client)
-        self._end(upstream, "hung_up" if client.is_gone else "complete")
-        if not client.is_gone:
-            self._next_request(client)
 
     def _flush(self, client: _Client) -> None:
+        """Give the client what it takes; the rest goes when it is ready for more."""
+        if client.is_gone:
+            return
         try:
-            while client.out and not client.is_gone:
+            while client.out:
                 sent = client.connection.send(client.out)
                 del client.out[:sent]
         except BlockingIOError:
-            return
+            pass
         except OSError:
-            client.is_gone = True
+            self._drop_client(client)
+            return
+        waits = selectors.EVENT_WRITE if client.out else 0
+        self._selector.modify(client.connection, selectors.EVENT_READ | waits, lambda _: self._on_client(client))
+        if client.out:
+            return
+        if client.is_refused:
+            with contextlib.suppress(OSError):
+                client.connection.shutdown(socket.SHUT_WR)
+        elif client.current is not None and client.current.is_answered:
+            self._end(client.current, "complete")
+            self._next_request(client)
 
     # -- keeping alive ----------------------------------------------------------------------------------------
 
@@ -340,7 +390,8 @@ class Forwarder:
         if not upstream.path.startswith("/v1/") or upstream.path.endswith("/models"):
             return
         self.completed += delivered == "complete"
-        receipt = {"request_id": upstream.request_id, "delivered": delivered, "sent_bytes": upstream.passed}
+        sent_bytes = max(0, upstream.passed - len(upstream.client.out))
+        receipt = {"request_id": upstream.request_id, "delivered": delivered, "sent_bytes": sent_bytes}
         text = json.dumps(receipt).encode()
         os.write(self._journal, text + b"\n")
         self.receipts.add(upstream.request_id, text, time.monotonic(), is_urgent=delivered != "complete")

@@ -129,7 +129,9 @@ ask()
 
 async def test_requests_are_held_while_no_proxy_answers_and_keep_their_id(bench):
     await bench.proxy.stop()
-    running = asyncio.create_task(bench.run("print(ask())"))
+    running = asyncio.create_task(bench.run("open('asks', 'w').close(); print(ask())"))
+    while not (bench.folder / "x" / "one" / "workspace" / "asks").exists() and not running.done():
+        await asyncio.sleep(0.05)
     await asyncio.sleep(1.0)
     assert not running.done()
     await bench.proxy.start()
