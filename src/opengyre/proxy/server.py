@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -11,7 +12,7 @@ import msgspec
 from aiohttp import web
 
 from opengyre.core.chat import ChatRenderer
-from opengyre.core.errors import CallError, InvariantError
+from opengyre.core.errors import CallError, InputError, InvariantError
 from opengyre.core.protocols import CallStore, Engine
 from opengyre.core.types import Delivered
 from opengyre.proxy.dialects import COUNTERS, DIALECTS, Dialect, chat
@@ -22,6 +23,8 @@ from opengyre.trajectory.marks import Mark
 
 REQUEST_ID_HEADER = "x-gyre-request-id"
 LONGEST_SOCKET_PATH_BYTES = 60
+KEY_PREFIX = "/x/"
+"""Before the key of an execution in the path of its base URL."""
 BACKLOG = 128
 """Connections that the system keeps waiting for us, a socket."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -68,17 +71,14 @@ class Proxy:
         self._renderer = renderer
         self._clock = clock
         self._open: dict[str, tuple[Session, Path, Door, asyncio.AbstractServer]] = {}
+        self._keys: dict[str, Session | None] = {}
+        """Key to session of an execution that has no socket; none once it is closed."""
+        self._keyed: dict[str, str] = {}
+        self._tcp: list[asyncio.AbstractServer] = []
         self._running: dict[tuple[str, str], asyncio.Future[Answer]] = {}
         self._doors = Doors(self._protocol, limits or DoorLimits())
         application = web.Application(middlewares=[self._mark_line])
-        for path, dialect in DIALECTS.items():
-            application.router.add_post(path, partial(self._call, dialect))
-        for path, (dialect, count_body) in COUNTERS.items():
-            application.router.add_post(path, partial(self._count, dialect, count_body))
-        application.router.add_get("/v1/models", self._models)
-        application.router.add_get("/v1/models/{model:.+}", self._model)
-        application.router.add_post("/_shim/receipt", self._receipt)
-        application.router.add_route("*", "/{path:.*}", _other)
+        self._add_routes(application.router)
         self._runner = web.AppRunner(
             application,
             access_log=None,
@@ -89,6 +89,17 @@ class Proxy:
         self.failed: asyncio.Future[None] | None = None
         """Gets the exception of a broken invariant or a full disk: the run must stop."""
 
+    def _add_routes(self, router: web.UrlDispatcher) -> None:
+        for prefix in ("", KEY_PREFIX + "{key}"):
+            for path, dialect in DIALECTS.items():
+                router.add_post(prefix + path, partial(self._call, dialect))
+            for path, (dialect, count_body) in COUNTERS.items():
+                router.add_post(prefix + path, partial(self._count, dialect, count_body))
+            router.add_get(prefix + "/v1/models", self._models)
+            router.add_get(prefix + "/v1/models/{model:.+}", self._model)
+        router.add_post("/_shim/receipt", self._receipt)
+        router.add_route("*", "/{path:.*}", _other)
+
     async def start(self) -> None:
         """Make ready to open executions."""
         self.failed = asyncio.get_running_loop().create_future()
@@ -96,7 +107,7 @@ class Proxy:
 
     async def stop(self) -> None:
         """Close every socket."""
-        for _, _, _, server in self._open.values():
+        for server in (*self._tcp, *(server for _, _, _, server in self._open.values())):
             server.close()
         await self._runner.cleanup()
         if self.failed is not None and not self.failed.done():
@@ -111,8 +122,7 @@ class Proxy:
         path = str(socket_path)
         if len(path.encode()) > LONGEST_SOCKET_PATH_BYTES:
             raise InvariantError(f"{path}: {len(path.encode())} bytes, expected at most {LONGEST_SOCKET_PATH_BYTES}")
-        if spec.execution_id in self._open:
-            raise InvariantError(f"execution {spec.execution_id} is open already")
+        self._check_new(spec)
         socket_path.unlink(missing_ok=True)
         session = Session(spec, self._renderer)
         door = Door(session)
@@ -130,6 +140,46 @@ class Proxy:
         await self._store.revise_roles(execution_id, session.revised_roles(is_over=True))
         socket_path.unlink(missing_ok=True)
 
+    async def listen(self, *, host: str = "127.0.0.1", port: int = 0) -> int:
+        """Serve executions that have a key and no socket over TCP; returns the port.
+
+        Choice: loopback unless the caller names another address, for keys and prompts travel in plain text.
+
+        Raises:
+            InputError: The address cannot be had.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            server = await loop.create_server(self._doors.entrance(Door()), host, port, backlog=BACKLOG)
+        except OSError as error:
+            raise InputError(f"{host}:{port}: cannot listen: {error.strerror or error}") from error
+        self._tcp.append(server)
+        return int(server.sockets[0].getsockname()[1])
+
+    def open_keyed(self, spec: SessionSpec, key: str) -> None:
+        """Serve an execution to whoever shows its key: as path prefix of the base URL, or as API key.
+
+        Raises:
+            InvariantError: The key is too short or taken, or the execution is open already.
+        """
+        self._check_new(spec)
+        if not re.fullmatch(r"[\w.-]{16,200}", key, re.ASCII) or key in self._keys:
+            raise InvariantError(f"the key of {spec.execution_id}: expected a new one of 16 to 200 letters and digits")
+        self._keys[key] = Session(spec, self._renderer)
+        self._keyed[spec.execution_id] = key
+
+    async def close_keyed(self, execution_id: str) -> None:
+        """Stop serving an execution that has a key."""
+        key = self._keyed.pop(execution_id)
+        session, self._keys[key] = self._keys[key], None
+        if session is not None:
+            session.is_closed = True
+            await self._store.revise_roles(execution_id, session.revised_roles(is_over=True))
+
+    def _check_new(self, spec: SessionSpec) -> None:
+        if spec.execution_id in self._open or spec.execution_id in self._keyed:
+            raise InvariantError(f"execution {spec.execution_id} is open already")
+
     def _protocol(self) -> web.RequestHandler:
         server = self._runner.server
         if server is None:
@@ -144,10 +194,24 @@ class Proxy:
             return await handler(request)
 
     def _session(self, request: web.Request) -> Session:
-        """Return whose request this is: that of the door it came through."""
+        """Return whose request this is: that of the door it came through, or of the key that it shows.
+
+        Choice: behind a socket of its own an execution needs no key, and one that it sends is not looked at.
+        """
         session = self._doors.door_of(request).session
         if session is None:
-            raise CallError("no such execution", status=404, code="execution_unknown")
+            key = key_of(request)
+            if key not in self._keys:
+                raise CallError(
+                    "no execution has this key; expected it in the base URL or as API key",
+                    status=401,
+                    code="invalid_api_key",
+                )
+            session = self._keys[key]
+        elif "key" in request.match_info:
+            raise CallError("this socket is one execution's own: no key in the path", status=404, code="not_found")
+        if session is None:
+            raise CallError("the execution of this key is closed", status=410, code="execution_closed")
         session.check_open()
         return session
 
@@ -159,7 +223,7 @@ class Proxy:
                 body = _decoded(data)
                 is_streamed = body.get("stream") is True
                 parsed = dialect.parse_request(body)
-                mark = session.spec.marks.read(request.path, request.headers, body)
+                mark = session.spec.marks.read(path_of(request), request.headers, body)
                 if parsed.is_compaction:
                     mark = msgspec.structs.replace(mark, is_compaction=True)
                 answer = await self._answer(session, parsed, mark, request.headers.get(REQUEST_ID_HEADER, ""))
@@ -256,12 +320,27 @@ class Proxy:
         return web.Response(text="ok")
 
 
+def key_of(request: web.Request) -> str:
+    """Return the key that a request shows: in its path, else as the API key of either vendor's clients."""
+    if "key" in request.match_info:
+        return request.match_info["key"]
+    bearer = request.headers.get("authorization", "")
+    return bearer[7:].strip() if bearer[:7].lower() == "bearer " else request.headers.get("x-api-key", "")
+
+
+def path_of(request: web.Request) -> str:
+    """Return the path of a request without the key."""
+    prefix = KEY_PREFIX + request.match_info["key"] if "key" in request.match_info else ""
+    return request.path.removeprefix(prefix)
+
+
 async def _other(request: web.Request) -> web.Response:
     """Answer what is no call: a probe with HEAD, or a path that is not served."""
-    known = {"/", "/v1", *DIALECTS, *COUNTERS}
+    known = {"", "/", "/v1", *DIALECTS, *COUNTERS}
+    path = re.sub(f"^{KEY_PREFIX}[^/]+", "", request.path)
     if request.method == "HEAD":
-        return web.Response(status=200 if request.path in known else 404)
-    error = CallError(f"{request.method} {request.path:.200} is not served here", status=404, code="not_found")
+        return web.Response(status=200 if path in known else 404)
+    error = CallError(f"{request.method} {path:.200} is not served here", status=404, code="not_found")
     return web.Response(body=chat.error_body(error), status=404, content_type="application/json")
 
 
