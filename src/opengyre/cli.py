@@ -19,6 +19,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "simulate": ("opengyre.run.simulate", "compare rules in virtual time, at any size"),
     "trees": ("opengyre.run.trees", "show the trajectory trees of a run or of a file of calls"),
     "replay": ("opengyre.run.replay", "feed a recorded harness session through the real proxy"),
+    "capture": ("opengyre.run.capture", "record what a harness asks of a model server, no training"),
     "import": ("opengyre.run.import_files", "turn sessions of other tools into trajectory trees"),
     "report": ("opengyre.run.report", "show what a run has come to: tables, an HTML page, JSON, a trace"),
     "tasks": ("opengyre.run.tasks_command", "list, check, show, score and make tasks"),

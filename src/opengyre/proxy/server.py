@@ -22,6 +22,7 @@ from opengyre.proxy.session import Session, SessionSpec
 from opengyre.trajectory.marks import Mark
 
 REQUEST_ID_HEADER = "x-gyre-request-id"
+SHIM_HEADER = "x-gyre-shim"
 LONGEST_SOCKET_PATH_BYTES = 60
 KEY_PREFIX = "/x/"
 """Before the key of an execution in the path of its base URL."""
@@ -217,8 +218,10 @@ class Proxy:
 
     async def _call(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         is_streamed = False
+        request_id = request.headers.get(REQUEST_ID_HEADER, "")
         try:
             session = self._session(request)
+            request_id = request_id or f"{session.spec.execution_id}-{time.monotonic_ns()}"
             async with self._doors.body(request, session.spec.execution_id) as data:
                 body = _decoded(data)
                 is_streamed = body.get("stream") is True
@@ -226,17 +229,37 @@ class Proxy:
                 mark = session.spec.marks.read(path_of(request), request.headers, body)
                 if parsed.is_compaction:
                     mark = msgspec.structs.replace(mark, is_compaction=True)
-                answer = await self._answer(session, parsed, mark, request.headers.get(REQUEST_ID_HEADER, ""))
+                answer = await self._answer(session, parsed, mark, request_id, partial(_is_gone, request))
         except CallError as error:
             return _refusal(dialect, error, is_streamed=is_streamed)
-        if not parsed.stream:
-            return web.Response(body=dialect.answer_body(parsed, answer), content_type="application/json")
-        response = web.StreamResponse(headers=_STREAM_HEADERS)
-        await response.prepare(request)
-        with contextlib.suppress(ConnectionError):
-            await response.write(b"".join(dialect.stream_chunks(parsed, answer)))
-            await response.write_eof()
+        if parsed.stream:
+            text = b"".join(dialect.stream_chunks(parsed, answer))
+            response = web.StreamResponse(headers=_STREAM_HEADERS)
+        else:
+            text = dialect.answer_body(parsed, answer)
+            response = web.StreamResponse(headers={"content-type": "application/json"})
+            response.content_length = len(text)
+        await self._send(session, request, request_id, response, text)
         return response
+
+    async def _send(
+        self, session: Session, request: web.Request, request_id: str, response: web.StreamResponse, text: bytes
+    ) -> None:
+        """Give an answer to its connection; without a shim this is all that is known of its delivery."""
+        how = Delivered.HUNG_UP
+        with contextlib.suppress(ConnectionError):
+            await response.prepare(request)
+            await response.write(text)
+            await response.write_eof()
+            how = Delivered.HUNG_UP if _is_gone(request) else Delivered.COMPLETE
+        if SHIM_HEADER in request.headers:
+            session.twins.sent(request_id)
+            return
+        is_counted = session.twins.is_owner(request_id)
+        stored_id = session.twins.delivered(request_id, how)
+        if is_counted and self._doors.door_of(request).session is None:
+            sent_bytes = len(text) if how is Delivered.COMPLETE else 0
+            await self._store.record_delivery(session.spec.execution_id, stored_id, how, sent_bytes)
 
     async def _count(
         self, dialect: Dialect, count_body: Callable[[int], bytes], request: web.Request
@@ -250,21 +273,29 @@ class Proxy:
             return _refusal(dialect, error, is_streamed=False)
         return web.Response(body=count_body(tokens), content_type="application/json")
 
-    async def _answer(self, session: Session, parsed: ChatRequest, mark: Mark, request_id: str) -> Answer:
-        """Return the answer of a request id: from the ledger, from the call that is running, or by sampling."""
+    async def _answer(
+        self, session: Session, parsed: ChatRequest, mark: Mark, request_id: str, is_gone: Callable[[], bool]
+    ) -> Answer:
+        """Return the answer of a request: from the ledger, from a call that is running, or by sampling."""
         execution_id = session.spec.execution_id
-        request_id = request_id or f"{execution_id}-{time.monotonic_ns()}"
         stored = await self._store.committed_answer(execution_id, request_id)
-        if stored is not None:
+        if stored is not None and not session.twins.knows(request_id):
             return _ANSWERS.decode(stored)
-        running = self._running.get((execution_id, request_id))
+        asked_id = session.twins.asked(request_id, (parsed.dialect, mark.agent, parsed.body_hash), is_gone)
+        running = self._running.get((execution_id, asked_id))
         if running is None:
-            running = asyncio.ensure_future(self._sample(session, parsed, mark, request_id))
-            self._running[execution_id, request_id] = running
-            running.add_done_callback(lambda _: self._running.pop((execution_id, request_id), None))
+            stored = await self._store.committed_answer(execution_id, asked_id)
+            if stored is not None:
+                return _ANSWERS.decode(stored)
+            running = self._running.get((execution_id, asked_id))
+        if running is None:
+            running = asyncio.ensure_future(self._sample(session, parsed, mark, asked_id))
+            self._running[execution_id, asked_id] = running
+            running.add_done_callback(lambda _: self._running.pop((execution_id, asked_id), None))
         try:
             return await asyncio.shield(running)
         except CallError:
+            session.twins.failed(request_id)
             raise
         except Exception as error:
             if self.failed is not None and not self.failed.done():
@@ -310,14 +341,25 @@ class Proxy:
                 receipts = _RECEIPTS.decode_lines(data)
         except (CallError, msgspec.DecodeError) as error:
             return web.Response(text=str(error), status=400)
-        execution_id = session.spec.execution_id
+        execution_id, twins = session.spec.execution_id, session.twins
+        mine = [receipt for receipt in receipts if twins.is_owner(receipt.request_id)]
         await asyncio.gather(
             *(
-                self._store.record_delivery(execution_id, receipt.request_id, receipt.delivered, receipt.sent_bytes)
-                for receipt in receipts
+                self._store.record_delivery(
+                    execution_id,
+                    twins.delivered(receipt.request_id, receipt.delivered),
+                    receipt.delivered,
+                    receipt.sent_bytes,
+                )
+                for receipt in mine
             )
         )
         return web.Response(text="ok")
+
+
+def _is_gone(request: web.Request) -> bool:
+    """Whether the connection of a request is lost."""
+    return request.transport is None or request.transport.is_closing()
 
 
 def key_of(request: web.Request) -> str:

@@ -20,6 +20,7 @@ from opengyre.core.types import (
 )
 from opengyre.proxy.requests import Answer, AnswerChoice, ChatRequest
 from opengyre.proxy.stopping import stopped
+from opengyre.proxy.twins import Twins
 from opengyre.trajectory.histories import RoleGuess
 from opengyre.trajectory.marks import Mark, RoleMarks
 from opengyre.trajectory.match import Match, PathIndex
@@ -82,6 +83,7 @@ class Session:
     spec: SessionSpec
     renderer: ChatRenderer
     is_closed: bool = False
+    twins: Twins = field(default_factory=Twins)
     _paths: PathIndex = field(default_factory=PathIndex)
     _tokens: dict[str, Int32Array] = field(default_factory=dict)
     """Call id to context + output."""
