@@ -116,12 +116,16 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
         waiting += [child for child in ast.iter_child_nodes(inner) if not _is_value(child)]
 
 
+_SEQUENCES = (ast.List, ast.Tuple)
+_PLAIN = (ast.Constant, ast.expr_context)
+
+
 def _is_value(node: ast.AST) -> bool:
-    if isinstance(node, ast.List | ast.Tuple):
+    if isinstance(node, _PLAIN):
+        return True
+    if isinstance(node, _SEQUENCES):
         return all(map(_is_value, node.elts))
-    return isinstance(node, ast.Constant | ast.expr_context) or (
-        isinstance(node, ast.UnaryOp) and _is_value(node.operand)
-    )
+    return isinstance(node, ast.UnaryOp) and _is_value(node.operand)
 
 
 def _name(name: str, like: ast.expr) -> ast.expr:

@@ -17,7 +17,7 @@ import sys
 import traceback
 from typing import Any
 
-PRELOADED = ("gyre_shim.shim", "gyre_shim.sandbox", "gyre_agent.agent", "gyre_grade.grade", "encodings.idna")
+PRELOADED = ("gyre_shim.shim", "gyre_shim.grading", "gyre_agent.agent", "gyre_grade.grade", "encodings.idna")
 
 
 def _preload() -> None:
