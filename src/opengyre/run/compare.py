@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich import box
 from rich.table import Table
 
 from opengyre.core.config import Config, load_config
@@ -180,29 +181,30 @@ def _interval(values: list[float]) -> dict[str, float | None]:
 
 def table_of(rows: list[dict[str, Any]]) -> Table:
     """Return the rows as a table."""
-    table = Table(title="runs", title_justify="left")
-    shown = (
-        "rule",
-        "cells",
-        "seed",
-        "wall_s",
-        "trained_tokens_per_hour",
-        "utilisation",
-        "pass_rate",
-        "switches",
-        "handed_over",
-        "cpu_share",
-    )
-    for name in shown:
-        table.add_column(name.replace("_", " "), justify="left" if name == "rule" else "right")
+    table = Table(title="runs", title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    columns = {
+        "rule": ("rule", ""),
+        "cells": ("cells", "d"),
+        "seed": ("seed", "d"),
+        "wall s": ("wall_s", ".1f"),
+        "trained/h": ("trained_tokens_per_hour", ",.0f"),
+        "useful": ("utilisation", ".0%"),
+        "pass": ("pass_rate", ".3f"),
+        "switches": ("switches", "d"),
+        "moved": ("handed_over", "d"),
+        "CPU": ("cpu_share", ".0%"),
+    }
+    for name in columns:
+        table.add_column(name, justify="left" if name == "rule" else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*(str(row[name]) for name in shown))
+        cells = ("-" if row[key] is None else format(row[key], form) for key, form in columns.values())
+        table.add_row(*cells)
     return table
 
 
 def summary_table(summary: list[dict[str, Any]]) -> Table:
     """Return means with their 95% intervals as a table; one seed has no interval."""
-    table = Table(title="mean over seeds [95% interval]", title_justify="left")
+    table = Table(title="mean over seeds [95% interval]", title_justify="left", box=box.SIMPLE)
     for name in ("rule", "cells", "seeds", "wall s", "trained tokens per hour", "utilisation", "wall / first rule"):
         table.add_column(name, justify="left" if name == "rule" else "right")
     for one in summary:
