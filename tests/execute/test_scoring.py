@@ -1,5 +1,6 @@
 """Grading: what was really done counts, and what only looks like it does not."""
 
+import asyncio
 import os
 import tempfile
 from pathlib import Path
@@ -181,3 +182,20 @@ async def test_a_candidate_cannot_speak_for_its_supervisor_nor_break_it(evaluato
     outcome = await score(evaluator, folder, {"amber.py": source})
     assert isinstance(outcome, Scored)
     assert outcome.reward == 0.0
+
+
+async def test_identical_workspaces_are_scored_once_even_at_the_same_time(evaluator, folder, monkeypatch):
+    started = []
+    launch = evaluator.server.launch
+
+    async def counted(order):
+        started.append(order["id"])
+        return await launch(order)
+
+    monkeypatch.setattr(evaluator.server, "launch", counted)
+    source = {"amber.py": ONE + "# the same\n" + TWO}
+    outcomes = await asyncio.gather(*(score(evaluator, folder, source) for _ in range(4)))
+    assert [outcome.reward for outcome in outcomes] == [1.0] * 4
+    assert len(started) == 1
+    assert (await score(evaluator, folder, {"amber.py": ONE})).reward == 0.5
+    assert len(started) == 2

@@ -69,6 +69,7 @@ class SandboxedEvaluator:
         self.images = images
         self._memory_bytes = memory_bytes
         self._known: dict[str, GradeResult] = {}
+        self._graded_now: dict[str, asyncio.Lock] = {}
         self._number = 0
         scratch.mkdir(parents=True, exist_ok=True)
 
@@ -81,13 +82,19 @@ class SandboxedEvaluator:
         if not artifacts:
             reason = "harness timeout, no artifact" if timed_out else "no artifact"
             return NoArtifact(reason=reason, total=len(task.test_ids))
-        key = _fingerprint(task, workspace)
-        result = self._known.get(key)
-        if result is None:
-            result = await self.grade(task, workspace)
-            if not result.error:
-                self._known[key] = result
+        result = await self._graded_once(_fingerprint(task, workspace), task, workspace)
         return outcome_of(task, result, timed_out=timed_out)
+
+    async def _graded_once(self, key: str, task: Task, workspace: Path) -> GradeResult:
+        """Grade, or take what an identical workspace got, also one that is being graded at this moment."""
+        async with self._graded_now.setdefault(key, asyncio.Lock()):
+            result = self._known.get(key)
+            if result is None:
+                result = await self.grade(task, workspace)
+                if not result.error:
+                    self._known[key] = result
+        self._graded_now.pop(key, None)
+        return result
 
     async def grade(self, task: Task, workspace: Path, *, is_freezing: bool = False) -> GradeResult:
         """Return the grader's own words on a workspace, without the memory of earlier ones.
