@@ -85,3 +85,10 @@ def test_a_wrong_argument_is_refused_in_one_line(workload, capsys, arguments, pa
     lines = capsys.readouterr().err.strip().splitlines()
     assert part in lines[-1]
     assert len(lines) == 1
+
+
+def test_the_table_of_all_rules_fits_a_terminal_of_eighty_columns(workload, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = output(capsys, workload, "--seeds", "2")
+    assert "waterlevel:1.0:0" in text
+    assert "…" not in text

@@ -29,7 +29,7 @@ RULES = ("lookahead", "waterlevel", "waterlevel:1.0:0", "colocate", "static")
 DIGITS = 6
 LEGEND = (
     "h/step and tok/h (trained tokens): over the measured steps. roll, train: share of cell time in useful work. late: "
-    "executions cut off. d: mean and max staleness. moved: KV tokens. bound: times the lower bound. split: times as "
+    "executions cut off. d: mean/max staleness. moved: KV tokens. bound: times the lower bound. split: times as "
     "fast as the best static split, 95% interval.\n"
 )
 
@@ -269,9 +269,7 @@ def table_of(one: Study) -> Table:
         f"{one.name}: {workload.steps} steps, B {workload.batch_groups}, N {workload.group_size}, K {workload.cells}, "
         f"phi {workload.phi}, mu {workload.mu}, seeds {len(one.results[0].outcomes)}"
     )
-    table = _plain_table(
-        title, ("rule", "h/step", "tok/h", "roll", "train", "late", "d", "max", "moved", "bound", "split")
-    )
+    table = _plain_table(title, ("rule", "h/step", "tok/h", "roll", "train", "late", "d", "moved", "bound", "split"))
     for row in rows_of(one):
         over = row["over_best_static"]
         table.add_row(
@@ -281,8 +279,7 @@ def table_of(one: Study) -> Table:
             f"{row['utilisation']['rollout']:.0%}",
             f"{row['utilisation']['training']:.0%}",
             f"{row['timeout_rate']:.1%}",
-            f"{row['staleness_mean']:.2f}",
-            str(row["staleness_max"]),
+            f"{row['staleness_mean']:.2f}/{row['staleness_max']}",
             f"{row['moved_kv_tokens'] / 1e6:.0f}M",
             f"{row['bound_ratio']:.2f}",
             f"{over['mean']:.3f}{_half_width(over)}" if over else "-",
@@ -296,7 +293,7 @@ def _half_width(ratio: dict[str, float | None]) -> str:
 
 
 def _plain_table(title: str, names: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0), pad_edge=False)
     for name in names:
         table.add_column(name, justify="left" if name == "rule" else "right", no_wrap=True)
     return table
