@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-import xxhash
 from safetensors.numpy import save
 
 from opengyre.cell.loop import serve
 from opengyre.cell.mode import Cell
 from opengyre.cell.wire import CloseStep, Start
 from opengyre.core.cells import MicroStepResult, StepResult, WeightsRef
-from opengyre.core.errors import FileError, InvariantError, RunError
+from opengyre.core.durable import write_durably
+from opengyre.core.errors import FileError, InvariantError
 from opengyre.core.events import Mode
 from opengyre.core.types import Row
 from opengyre.engine.emulated import (
@@ -167,17 +167,7 @@ def write_emulated_version(path: Path, *, version: int, incarnation: int) -> Wei
         RunError: The disk is full or not writable.
     """
     data = save({}, {"emulated": "true", "version": str(version), "incarnation": str(incarnation)})
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise RunError(f"{path}: {len(data)} bytes cannot be written: {error.strerror}") from error
-    checksum = xxhash.xxh3_128_hexdigest(data)
+    checksum = write_durably(path, data)
     return WeightsRef(version=version, incarnation=incarnation, path=str(path), checksum=checksum)
 
 

@@ -3,7 +3,6 @@
 Files carry Hugging Face Llama names, so that any tool reads them; the shape of the decoder stands in the metadata.
 """
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,7 +14,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from opengyre.core.cells import WeightsRef
-from opengyre.core.errors import FileError, RunError
+from opengyre.core.durable import write_durably
+from opengyre.core.errors import FileError
 from opengyre.model.decoder import DecoderConfig, Parameters
 
 _PLAIN = {
@@ -63,23 +63,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     Raises:
         RunError: The disk is full or not writable.
     """
-    data = save({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, metadata)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise RunError(f"{path}: {len(data)} bytes cannot be written: {error.strerror}") from error
-    return xxhash.xxh3_128_hexdigest(data)
+    return write_durably(path, save({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, metadata))
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
