@@ -12,6 +12,7 @@ import socket
 import time
 from dataclasses import dataclass, field
 
+from gyre_shim.heads import header, without_close
 from gyre_shim.receipts import RETRY_S, ReceiptPost
 
 KEEP_ALIVE_S = 15.0
@@ -308,7 +309,7 @@ class Forwarder:
                 return
             upstream.has_head, upstream.head = True, head
         if not upstream.is_chunking:
-            whole = _without_close(upstream.head) + b"\r\n\r\n" + bytes(upstream.body[len(upstream.head) + 4 :])
+            whole = without_close(upstream.head) + b"\r\n\r\n" + bytes(upstream.body[len(upstream.head) + 4 :])
             if len(whole) > upstream.passed:
                 upstream.client.out += whole[upstream.passed :]
                 upstream.passed = len(whole)
@@ -397,29 +398,15 @@ class Forwarder:
         self.receipts.add(upstream.request_id, text, time.monotonic(), is_urgent=delivered != "complete")
 
 
-def _without_close(head: bytes) -> bytes:
-    """Drop ``connection: close`` from a response head: the client's connection stays."""
-    lines = [line for line in head.split(b"\r\n") if line.partition(b":")[0].strip().lower() != b"connection"]
-    return b"\r\n".join(lines)
-
-
-def _header(head: bytes, name: bytes) -> bytes:
-    for line in head.split(b"\r\n")[1:]:
-        key, _, value = line.partition(b":")
-        if key.strip().lower() == name:
-            return value.strip()
-    return b""
-
-
 def _is_whole(upstream: _Upstream) -> bool:
     """Whether the answer has all its bytes."""
     if not upstream.has_head:
         return False
     body = len(upstream.body) - len(upstream.head) - 4
-    length = _header(upstream.head, b"content-length")
+    length = header(upstream.head, b"content-length")
     if length.isdigit():
         return body >= int(length)
-    if _header(upstream.head, b"transfer-encoding").lower() == b"chunked":
+    if header(upstream.head, b"transfer-encoding").lower() == b"chunked":
         return bytes(upstream.body[-5:]) == b"0\r\n\r\n"
     return False
 
@@ -427,7 +414,7 @@ def _is_whole(upstream: _Upstream) -> bool:
 def _plain_body(upstream: _Upstream) -> bytes:
     """Return the answer's body without its framing."""
     body = bytes(upstream.body[len(upstream.head) + 4 :])
-    if _header(upstream.head, b"transfer-encoding").lower() != b"chunked":
+    if header(upstream.head, b"transfer-encoding").lower() != b"chunked":
         return body
     parts: list[bytes] = []
     while body:

@@ -9,6 +9,8 @@ import selectors
 import socket
 import time
 
+from gyre_shim.heads import header
+
 RETRY_S = 0.1
 BATCH_S = 1.0
 """How long a receipt that nobody waits for may wait for others."""
@@ -137,10 +139,5 @@ class ReceiptPost:
 def _is_whole(answer: bytes) -> bool:
     """Whether an answer has arrived up to its last byte."""
     head, separator, body = answer.partition(b"\r\n\r\n")
-    if not separator:
-        return False
-    for line in head.split(b"\r\n")[1:]:
-        name, _, value = line.partition(b":")
-        if name.strip().lower() == b"content-length" and value.strip().isdigit():
-            return len(body) >= int(value)
-    return True
+    length = header(head, b"content-length")
+    return bool(separator) and (not length.isdigit() or len(body) >= int(length))
