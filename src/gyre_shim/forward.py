@@ -12,14 +12,13 @@ import socket
 import time
 from dataclasses import dataclass, field
 
-from gyre_shim.heads import header, without_close
+from gyre_shim.heads import PROTOCOL_HEADER, header, without_close
 from gyre_shim.receipts import RETRY_S, ReceiptPost
 
 KEEP_ALIVE_S = 15.0
 LARGEST_HEAD_BYTES = 1 << 16
 LARGEST_BODY_BYTES = 1 << 26
 MOST_CLIENTS = 128
-PROTOCOL_HEADER = b"x-gyre-shim: 1\r\n"
 _ANTHROPIC_PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 _RESPONSES_PING = b'event: response.keepalive\ndata: {"type": "response.keepalive"}\n\n'
 

@@ -1,4 +1,7 @@
-"""Heads of HTTP/1.1 answers. Standard library only."""
+"""Heads of HTTP/1.1 messages. Standard library only."""
+
+PROTOCOL_HEADER = b"x-gyre-shim: 1\r\n"
+"""Says that a shim asks, and which version of the protocol it speaks."""
 
 
 def header(head: bytes, name: bytes) -> bytes:

@@ -9,7 +9,7 @@ import selectors
 import socket
 import time
 
-from gyre_shim.heads import header
+from gyre_shim.heads import PROTOCOL_HEADER, header
 
 RETRY_S = 0.1
 BATCH_S = 1.0
@@ -70,8 +70,8 @@ class ReceiptPost:
         """Post all that waits; a kept connection may have been closed meanwhile."""
         batch = dict(itertools.islice(self._waiting.items(), MOST_AT_ONCE))
         text = b"\n".join(batch.values())
-        head = b"POST /_shim/receipt HTTP/1.1\r\nhost: shim\r\nx-gyre-shim: 1\r\ncontent-type: application/x-ndjson\r\n"
-        request = head + b"content-length: %d\r\n\r\n%b" % (len(text), text)
+        head = b"POST /_shim/receipt HTTP/1.1\r\nhost: shim\r\ncontent-type: application/x-ndjson\r\n"
+        request = head + PROTOCOL_HEADER + b"content-length: %d\r\n\r\n%b" % (len(text), text)
         for _ in range(2):
             was_kept = self._connection is not None
             try:
