@@ -20,7 +20,7 @@ demo: setup  ## Set up, then train the embedded policy on minirepo (about 10 min
 	$(BIN)/opengyre train recipes/minirepo.toml $(ARGS)
 
 test: setup-dev  ## Set up, then run the unit tests.
-	$(BIN)/pytest $(UNIT) $(ARGS)
+	$(BIN)/pytest $(UNIT) -n auto --dist loadfile $(ARGS)
 
 check: setup-dev  ## Formatting, lint, types, import contract, gates.
 	$(BIN)/ruff format --check .

@@ -16,7 +16,7 @@ from opengyre.core.records import EvaluationRecord, StepRecord
 from opengyre.core.types import Delivered
 from opengyre.ledger.ledger import Ledger
 from opengyre.run.build import schedule_settings
-from opengyre.run.folder import read_config
+from opengyre.run.folder import read_config, socket_folder
 from opengyre.schedule.scheduler import Scheduler
 from opengyre.trajectory.recorded import tree_of
 
@@ -109,8 +109,9 @@ def test_a_run_trains_evaluates_and_its_log_replays_to_the_same_commands(home):
     code, text = finished(opengyre(home, "train", "tiny.toml", "--run", "first"))
     assert code == 0, text
     check_run(home / "first", steps=2)
-    left = [name for name in os.listdir("/dev/shm") if name.startswith("gyre-")]
-    assert not any((Path("/dev/shm") / name).stat().st_mtime > (home / "first").stat().st_mtime for name in left)
+    sockets = socket_folder(home / "first")
+    assert not sockets.exists()
+    assert not (Path("/dev/shm") / sockets.name).exists()
 
 
 def test_a_run_that_was_killed_goes_on_from_its_last_step_and_loses_no_call(home):

@@ -33,7 +33,7 @@ class RunFolder:
         self.path = path
         self.config = config
         self._lock = lock
-        self.sockets = _socket_folder(path)
+        self.sockets = _make_private(socket_folder(path))
 
     @classmethod
     def create(cls, path: Path, config: Config) -> "RunFolder":
@@ -117,14 +117,18 @@ def _hold_lock(path: Path) -> int:
     return descriptor
 
 
-def _socket_folder(path: Path) -> Path:
-    """Return a private folder whose sockets have paths of at most 60 bytes, the same one after a resume.
+def socket_folder(path: Path) -> Path:
+    """Return the folder of a run's sockets: their paths have at most 60 bytes and are the same after a resume."""
+    name = hashlib.blake2s(str(path.resolve()).encode(), digest_size=5).hexdigest()
+    return Path(tempfile.gettempdir() if len(tempfile.gettempdir()) <= 20 else "/tmp") / f"gyre-{name}"
+
+
+def _make_private(folder: Path) -> Path:
+    """Make the folder for this user alone.
 
     Raises:
         RunError: It exists and belongs to somebody else.
     """
-    name = hashlib.blake2s(str(path.resolve()).encode(), digest_size=5).hexdigest()
-    folder = Path(tempfile.gettempdir() if len(tempfile.gettempdir()) <= 20 else "/tmp") / f"gyre-{name}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise RunError(f"{folder}: belongs to user {folder.stat().st_uid}, expected {os.getuid()}")
