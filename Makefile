@@ -16,7 +16,7 @@ setup:
 setup-dev:
 	@scripts/setup dev
 
-demo: setup  ## Set up, then train the embedded policy on minirepo (about 10 minutes on two cores).
+demo: setup  ## Set up, then train the embedded policy on minirepo (about 6 minutes on two cores).
 	$(BIN)/opengyre train recipes/minirepo.toml $(ARGS)
 
 test: setup-dev  ## Set up, then run the unit tests.
