@@ -4,6 +4,7 @@ import asyncio
 import sqlite3
 import threading
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -65,6 +66,32 @@ async def test_a_committed_call_comes_back_bit_for_bit_after_reopening(tmp_path)
     assert await again.committed_answer("e", "r0") == b"answer"
     assert await again.committed_answer("e", "r1") is None
     again.close()
+
+
+async def test_message_keys_that_are_the_parents_come_back_and_are_stored_once(tmp_path):
+    ledger, length = Ledger.open(tmp_path), 400
+    keys, calls = (), []
+    for seq in range(length):
+        shared = len(keys)
+        keys = (*keys, 2**63 + 3 * seq, 2**63 + 3 * seq + 1)
+        parent = f"c{seq - 1}" if seq else None
+        calls.append(
+            msgspec.structs.replace(
+                call(seq), call_id=f"c{seq}", parent_call_id=parent, message_keys=keys, shared_keys=shared
+            )
+        )
+        await ledger.commit([calls[-1]], b"")
+    assert [each.message_keys for each in ledger.read_calls("e")] == [each.message_keys for each in calls]
+    ledger.close()
+    assert ledger.size_bytes() < 1024 * length
+
+
+async def test_a_call_whose_parent_has_other_keys_is_not_read(tmp_path):
+    ledger = Ledger.open(tmp_path)
+    await ledger.commit([msgspec.structs.replace(call(0), parent_call_id="gone", shared_keys=1)], b"")
+    with pytest.raises(InvariantError, match="the message keys of gone: 0, expected 1"):
+        ledger.read_calls("e")
+    ledger.close()
 
 
 async def test_a_receipt_may_come_before_or_after_its_call(tmp_path):

@@ -136,6 +136,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     choice_index: int = 0
     message_keys: tuple[int, ...] = ()
     """Chained xxh3 of each message of the request as the template sees it, the reply's key last."""
+    shared_keys: int = 0
+    """How many of the first keys are all of the parent's; the ledger stores the others only."""
     tool_ids: tuple[tuple[str, str], ...] = ()
     """(minted id, the model's own id) in order."""
     arguments: tuple[str, ...] = ()

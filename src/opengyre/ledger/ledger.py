@@ -148,7 +148,7 @@ class Ledger:
         statements: list[_Statement] = [
             (
                 "INSERT INTO calls VALUES (?, ?, ?, ?, ?)",
-                (c.execution_id, c.seq, c.request_id, len(c.output), _ENCODER.encode(c)),
+                (c.execution_id, c.seq, c.request_id, len(c.output), _ENCODER.encode(_without_shared_keys(c))),
             )
             for c in calls
         ]
@@ -268,11 +268,13 @@ class Ledger:
                 "SELECT call_id, role, agent, evidence FROM roles WHERE execution_id = ?", (execution_id,)
             )
         }
-        calls = []
+        calls: list[Call] = []
+        keys: dict[str, tuple[int, ...]] = {}
         for (body,) in self._reader.execute(
             "SELECT body FROM calls WHERE execution_id = ? ORDER BY seq", (execution_id,)
         ):
-            call = _CALLS.decode(body)
+            call = _with_shared_keys(_CALLS.decode(body), keys)
+            keys[call.call_id] = call.message_keys
             changes = revised.get(call.call_id, {})
             delivered = Delivered(receipts.get(call.request_id, Delivered.UNKNOWN))
             calls.append(msgspec.structs.replace(call, delivered=delivered, **changes))
@@ -333,6 +335,25 @@ class Ledger:
         """Return the size of the file with its write-ahead log."""
         files = (self.path, self.path.with_name(self.path.name + "-wal"))
         return sum(file.stat().st_size for file in files if file.exists())
+
+
+def _without_shared_keys(call: Call) -> Call:
+    """Return what is stored of a call; with all keys an execution would take space quadratic in its length."""
+    if not call.shared_keys:
+        return call
+    return msgspec.structs.replace(call, message_keys=call.message_keys[call.shared_keys :])
+
+
+def _with_shared_keys(call: Call, keys: dict[str, tuple[int, ...]]) -> Call:
+    """Return a stored call with the keys of its parent in front."""
+    if not call.shared_keys:
+        return call
+    before = keys.get(call.parent_call_id or "", ())
+    if len(before) != call.shared_keys:
+        raise InvariantError(
+            f"{call.call_id}: the message keys of {call.parent_call_id}: {len(before)}, expected {call.shared_keys}"
+        )
+    return msgspec.structs.replace(call, message_keys=before + call.message_keys)
 
 
 def _record_statement(record: Record) -> _Statement:

@@ -71,6 +71,14 @@ class Prepared:
     started_s: float
 
 
+class _Recorded(msgspec.Struct, frozen=True, gc=False):
+    """What an answered call adds to the path of its parent."""
+
+    parent: str | None
+    tail: Int32Array
+    output: Int32Array
+
+
 @dataclass
 class Session:
     """State of one execution.
@@ -85,8 +93,8 @@ class Session:
     is_closed: bool = False
     twins: Twins = field(default_factory=Twins)
     _paths: PathIndex = field(default_factory=PathIndex)
-    _tokens: dict[str, Int32Array] = field(default_factory=dict)
-    """Call id to context + output."""
+    _recorded: dict[str, _Recorded] = field(default_factory=dict)
+    """Call id to its tokens; those of a path are put together when they are wanted, else memory were quadratic."""
     _ordinals: dict[tuple[str, int], int] = field(default_factory=dict)
     _seq: int = 0
     _minted: int = 0
@@ -150,12 +158,22 @@ class Session:
     def _context(self, request: ChatRequest, match: Match) -> tuple[Int32Array, str | None, int, Verdict]:
         """Return prompt tokens, the stored call they continue, how many tokens are shared with it, and the verdict."""
         if match.call_id is not None and self.renderer.is_prefix_stable:
-            path = self._tokens[match.call_id]
+            path = self._path(match.call_id)
             tail = self.renderer.bridge(path, request.messages[match.covered :], request.tools)
             if tail is not None:
                 return np.concatenate((path, tail)), match.call_id, len(path), match.verdict
         verdict = Verdict.RENDERED if match.verdict is Verdict.RESTORED else match.verdict
         return self.renderer.render(request.messages, request.tools), None, 0, verdict
+
+    def _path(self, call_id: str) -> Int32Array:
+        """Return context + output of a recorded call, int32."""
+        parts: list[Int32Array] = []
+        at: str | None = call_id
+        while at is not None:
+            recorded = self._recorded[at]
+            parts += (recorded.output, recorded.tail)
+            at = recorded.parent
+        return np.concatenate(parts[::-1])
 
     def _generate(
         self, request: ChatRequest, agent: str, context: Int32Array, call_id: str, room: int
@@ -197,7 +215,8 @@ class Session:
         finish = Finish.TOOL_CALLS if reply.tool_calls and generation.finish is Finish.STOP else generation.finish
         key = self._paths.add(prepared.call_id, prepared.match.keys, reply)
         self._roles.answered(prepared.call_id, reply)
-        self._tokens[prepared.call_id] = np.concatenate((prepared.context, generation.output))
+        tail = prepared.context[prepared.shared :].copy()  # a view would keep the whole context
+        self._recorded[prepared.call_id] = _Recorded(prepared.parent_call_id, tail, generation.output)
         call = Call(
             execution_id=self.spec.execution_id,
             call_id=prepared.call_id,
@@ -211,7 +230,7 @@ class Session:
             first_difference=prepared.match.first_difference,
             parent_call_id=prepared.parent_call_id,
             shared=prepared.shared,
-            tail=prepared.context[prepared.shared :],
+            tail=tail,
             output=generation.output,
             behaviour_logprobs=generation.behaviour_logprobs,
             versions=generation.versions,
@@ -219,6 +238,7 @@ class Session:
             finish=finish,
             choice_index=prepared.choice_index,
             message_keys=(*prepared.match.keys, key),
+            shared_keys=prepared.match.covered if prepared.parent_call_id is not None else 0,
             tool_ids=tool_ids,
             arguments=tuple(call.arguments for call in reply.tool_calls),
             body_hash=prepared.request.body_hash,

@@ -13,7 +13,7 @@ LINE_CHARACTERS = 16
 SYSTEM_ROLES = ("system", "developer")
 
 
-class RoleGuess(msgspec.Struct, frozen=True, kw_only=True):
+class RoleGuess(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What is believed of a call.
 
     >>> RoleGuess(call_id="c1", role=Role.MAIN, agent="main", evidence="first root with tools", confidence=0.8).agent
@@ -27,7 +27,7 @@ class RoleGuess(msgspec.Struct, frozen=True, kw_only=True):
     confidence: float
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class Agent:
     """One agent of the harness, as its requests show it.
 
@@ -44,17 +44,18 @@ class Agent:
     """Its latest request that was not set aside as summary or plan."""
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class SeenRequest:
     """One request as the tracker keeps it.
 
-    Example: ``seen_request("c0", 0, messages, tools)``; ``chain`` has a key behind each message that is no system text.
+    Example: ``seen_request("c0", 0, messages, tools, chain_of(messages))``.
     """
 
     guess: RoleGuess
     place: int
     agent: Agent | None
-    chain: tuple[int, ...]
+    head: tuple[int, ...]
+    """Keys behind the first two messages that are no system text."""
     system: int
     toolset: int
     has_tools: bool
@@ -71,23 +72,30 @@ class SeenRequest:
         return (self.system, self.toolset)
 
 
-def seen_request(call_id: str, place: int, messages: Sequence[Message], tools: Sequence[Tool]) -> SeenRequest:
-    """Return a request as the tracker keeps it: its chain leaves out system texts."""
-    system = [message.content for message in messages if message.role in SYSTEM_ROLES]
-    names = sorted(tool.name for tool in tools)
+def chain_of(messages: Sequence[Message]) -> list[int]:
+    """Return a key behind each message that is no system text; it stands for all messages up to there."""
     chain: list[int] = []
     key = 0
     for message in messages:
         if message.role not in SYSTEM_ROLES:
             key = message_key(message, key)
             chain.append(key)
+    return chain
+
+
+def seen_request(
+    call_id: str, place: int, messages: Sequence[Message], tools: Sequence[Tool], chain: Sequence[int]
+) -> SeenRequest:
+    """Return a request as the tracker keeps it, given the keys of its messages."""
+    system = [message.content for message in messages if message.role in SYSTEM_ROLES]
+    names = sorted(tool.name for tool in tools)
     first_system = system[0] if messages and messages[0].role in SYSTEM_ROLES else ""
     toolset = hashed("\0".join(names))
     return SeenRequest(
         guess=RoleGuess(call_id=call_id, role=Role.AUXILIARY, agent="", evidence="", confidence=0.0),
         place=place,
         agent=None,
-        chain=tuple(chain),
+        head=tuple(chain[:2]),
         system=hashed(first_system),
         toolset=toolset,
         has_tools=bool(tools),

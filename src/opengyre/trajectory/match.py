@@ -42,8 +42,7 @@ class Match:
     """First message after which no stored path goes on; -1 if the request extends one."""
 
 
-@dataclass(frozen=True)
-class _Reply:
+class _Reply(msgspec.Struct, frozen=True, gc=False):
     call_id: str
     message: Message
     key: int

@@ -21,6 +21,7 @@ from opengyre.trajectory.histories import (
     Agent,
     RoleGuess,
     SeenRequest,
+    chain_of,
     holds,
     is_text,
     lines_of,
@@ -46,14 +47,14 @@ class RoleTracker:
 
     _seen: list[SeenRequest] = field(default_factory=list)
     _by_id: dict[str, SeenRequest] = field(default_factory=dict)
-    _by_chain: dict[int, list[SeenRequest]] = field(default_factory=dict)
-    """Key of a request's last message to the requests that end so."""
+    _by_chain: dict[int, int] = field(default_factory=dict)
+    """Key of a request's last message to the place of the latest request that ends so."""
     _by_body: dict[int, SeenRequest] = field(default_factory=dict)
     _agents: list[Agent] = field(default_factory=list)
     _spawns: dict[str, int] = field(default_factory=dict)
     """Text argument of a recorded tool call to the number of sub-agents that it may still start."""
-    _lines: dict[int, Agent] = field(default_factory=dict)
-    """Line of a history, hashed, to the agent whose history it is."""
+    _lines: dict[int, int] = field(default_factory=dict)
+    """Line of a history, hashed, to the number of the agent whose history it is."""
     _summary_prints: set[tuple[int, int]] = field(default_factory=set)
     """System text (and no tools) of calls that were proven to be summaries."""
     _summary_closings: set[int] = field(default_factory=set)
@@ -66,13 +67,14 @@ class RoleTracker:
         self, call_id: str, messages: Sequence[Message], tools: Sequence[Tool], mark: Mark | None = None
     ) -> RoleGuess:
         """Return what a request looks like when it arrives; ``revisions`` says what it changes of earlier calls."""
-        seen = seen_request(call_id, len(self._seen), messages, tools)
-        self._judge(seen, messages, mark or Mark())
+        chain = chain_of(messages)
+        seen = seen_request(call_id, len(self._seen), messages, tools, chain)
+        self._judge(seen, messages, mark or Mark(), self._continued(chain, messages))
         self._seen.append(seen)
         self._by_id[call_id] = seen
         self._by_body.setdefault(seen.body, seen)
-        if seen.chain:
-            self._by_chain.setdefault(seen.chain[-1], []).append(seen)
+        if chain:
+            self._by_chain[chain[-1]] = seen.place
         agent = seen.agent
         if agent is not None:
             if seen.guess.role in (Role.MAIN, Role.SUB_AGENT) and (seen.has_tools or not seen.is_root):
@@ -117,17 +119,19 @@ class RoleTracker:
 
     # -- judging ----------------------------------------------------------------------------------------------
 
-    def _judge(self, seen: SeenRequest, messages: Sequence[Message], mark: Mark) -> None:
+    def _judge(self, seen: SeenRequest, messages: Sequence[Message], mark: Mark, continued: SeenRequest | None) -> None:
         twin = self._by_body.get(seen.body)
         if mark.agent or mark.is_sub_agent is not None or mark.is_compaction or mark.is_auxiliary:
-            self._judge_marked(seen, messages, mark)
+            self._judge_marked(seen, messages, mark, continued)
         elif twin is not None:
             seen.agent, seen.is_root = twin.agent, twin.is_root
             seen.guess = _guess_like(seen.guess, twin.guess, evidence=f"same request as {twin.guess.call_id}")
         else:
-            self._judge_unmarked(seen, messages)
+            self._judge_unmarked(seen, messages, continued)
 
-    def _judge_marked(self, seen: SeenRequest, messages: Sequence[Message], mark: Mark) -> None:
+    def _judge_marked(
+        self, seen: SeenRequest, messages: Sequence[Message], mark: Mark, continued: SeenRequest | None
+    ) -> None:
         named = next((agent for agent in self._agents if mark.agent and agent.name == mark.agent), None)
         is_sub = mark.is_sub_agent if mark.is_sub_agent is not None else bool(named and named.is_sub)
         if mark.is_auxiliary:
@@ -136,7 +140,6 @@ class RoleTracker:
         agent = named
         if agent is None and not mark.agent and not is_sub:
             agent = next((each for each in self._agents if not each.is_sub), None)
-        continued = self._continued(seen, messages)
         seen.is_root = continued is None
         if not seen.has_tools and seen.is_root and not mark.is_compaction:
             self._judge_aside(seen, messages, prefer=agent)
@@ -147,8 +150,7 @@ class RoleTracker:
             self._note_reset(agent, seen, messages)
         self._settle(seen, agent, "marked", 1.0, is_summary=bool(mark.is_compaction))
 
-    def _judge_unmarked(self, seen: SeenRequest, messages: Sequence[Message]) -> None:
-        continued = self._continued(seen, messages)
+    def _judge_unmarked(self, seen: SeenRequest, messages: Sequence[Message], continued: SeenRequest | None) -> None:
         if continued is not None:
             seen.is_root = False
             self._judge_continuation(seen, continued)
@@ -161,14 +163,15 @@ class RoleTracker:
         else:
             self._judge_root(seen, messages)
 
-    def _continued(self, seen: SeenRequest, messages: Sequence[Message]) -> SeenRequest | None:
-        """Return the deepest earlier request that is a proper head of this one and is followed by a reply."""
+    def _continued(self, chain: Sequence[int], messages: Sequence[Message]) -> SeenRequest | None:
+        """Return the deepest earlier request that is a proper head of these messages and is followed by a reply."""
         spoken = [message for message in messages if message.role not in SYSTEM_ROLES]
         for place in range(len(spoken) - 1, 0, -1):
             if spoken[place].role != "assistant":
                 continue
-            for earlier in reversed(self._by_chain.get(seen.chain[place - 1], [])):
-                return earlier
+            earlier = self._by_chain.get(chain[place - 1])
+            if earlier is not None:
+                return self._seen[earlier]
         return None
 
     def _judge_continuation(self, seen: SeenRequest, earlier: SeenRequest) -> None:
@@ -272,8 +275,7 @@ class RoleTracker:
 
     def _shares_head(self, agent: Agent, seen: SeenRequest) -> bool:
         """Return whether a root repeats the agent's first two messages: a rewritten history, not a reset one."""
-        latest = self._seen[agent.last].chain if agent.last >= 0 else ()
-        return len(latest) >= 2 and len(seen.chain) >= 2 and latest[:2] == seen.chain[:2]
+        return agent.last >= 0 and len(seen.head) == 2 and self._seen[agent.last].head == seen.head
 
     def _note_reset(self, agent: Agent, root: SeenRequest, messages: Sequence[Message]) -> None:
         """The agent's history begins anew: the calls that made the new beginning were its summaries."""
@@ -306,20 +308,20 @@ class RoleTracker:
         votes: dict[int, int] = {}
         for message in messages:
             for line in lines_of(message.content):
-                agent = self._lines.get(line)
-                if agent is not None:
-                    number = self._agents.index(agent)
+                number = self._lines.get(line)
+                if number is not None:
                     votes[number] = votes.get(number, 0) + 1
         return self._agents[max(votes, key=lambda number: votes[number])] if votes else None
 
     def _learn_lines(self, agent: Agent, messages: Sequence[Message]) -> None:
         """Remember lines that entered an agent's history behind its first reply."""
         is_behind = False
+        number = self._agents.index(agent)
         for message in messages[-4:] if len(messages) > 4 else messages:
             is_behind |= message.role == "assistant" or len(messages) > 4
             if is_behind and message.role in ("user", "tool"):
                 for line in lines_of(message.content):
-                    self._lines.setdefault(line, agent)
+                    self._lines.setdefault(line, number)
 
     # -- settling ---------------------------------------------------------------------------------------------
 

@@ -76,12 +76,14 @@ def _message(index: int, raw: Any) -> Message:  # noqa: ANN401 - whatever the cl
     if not isinstance(raw, dict) or not isinstance(raw.get("role"), str):
         raise CallError(f"messages[{index}]: expected an object with a role, got {raw!r:.200}")
     where = f"messages[{index}]"
-    separator = "" if raw["role"] == "assistant" else "\n"
+    content, calls = raw.get("content"), raw.get("tool_calls")
+    if not isinstance(content, str):
+        content = read_text(content, f"{where}.content", separator="" if raw["role"] == "assistant" else "\n")
     return Message(
         role=raw["role"],
-        content=read_text(raw.get("content"), f"{where}.content", separator=separator),
+        content=content,
         reasoning=str(raw.get("reasoning_content") or raw.get("reasoning") or ""),
-        tool_calls=_calls(raw.get("tool_calls"), f"{where}.tool_calls"),
+        tool_calls=_calls(calls, f"{where}.tool_calls") if calls is not None else (),
         tool_call_id=str(raw.get("tool_call_id") or ""),
         name=str(raw.get("name") or ""),
     )

@@ -101,9 +101,12 @@ def read_stops(value: Any, where: str) -> tuple[str, ...]:  # noqa: ANN401 - wha
 
 
 def body_hash(body: Json, volatile: Sequence[str]) -> int:
-    """Return the hash of a body without the keys that a retry may change."""
+    """Return the hash of a body without the keys that a retry may change.
+
+    Choice: keys are taken in the order in which they came, for a retry comes from the same client.
+    """
     kept = {key: value for key, value in body.items() if key not in volatile}
-    return xxhash.xxh3_64_intdigest(msgspec.json.encode(kept, order="deterministic"))
+    return xxhash.xxh3_64_intdigest(ENCODER.encode(kept))
 
 
 def compact(value: object) -> str:
