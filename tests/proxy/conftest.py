@@ -13,6 +13,7 @@ from opengyre.core.chat import Message, ToolCall
 from opengyre.core.types import Finish
 from opengyre.ledger.ledger import Ledger
 from opengyre.model.text_chat import ByteRenderer
+from opengyre.proxy.bodies import BodyFiles
 from opengyre.proxy.dialects import anthropic, chat, gemini, responses
 from opengyre.proxy.doors import DoorLimits
 from opengyre.proxy.requests import Answer, AnswerChoice
@@ -100,6 +101,7 @@ class Stand:
             renderer=self.engine.renderer,
             clock=time.monotonic,
             limits=limits,
+            bodies=BodyFiles(folder / "bodies"),
         )
         self.clients = []
 

@@ -246,7 +246,7 @@ class ProxySection(_Section, frozen=True, kw_only=True):
     """The proxy and the ledger."""
 
     keep_bodies: bool = False
-    """Store raw request bodies."""
+    """Keep requests and answers as they went over the wire, without keys and ids of accounts and devices."""
     body_limit_bytes: Positive = 64 * 1024 * 1024
     """Largest request body."""
     hold_s: PositiveFloat = 3600.0

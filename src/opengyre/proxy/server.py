@@ -15,6 +15,7 @@ from opengyre.core.chat import ChatRenderer
 from opengyre.core.errors import CallError, InputError, InvariantError
 from opengyre.core.protocols import CallStore, Engine
 from opengyre.core.types import Delivered
+from opengyre.proxy.bodies import Asked, BodyFiles, response_of
 from opengyre.proxy.dialects import COUNTERS, DIALECTS, Dialect, chat
 from opengyre.proxy.doors import Door, DoorLimits, Doors
 from opengyre.proxy.requests import Answer, ChatRequest, Json
@@ -56,6 +57,7 @@ class Proxy:
         renderer: Chat to tokens and back.
         clock: Seconds on the driver's clock.
         limits: What one execution can take.
+        bodies: Where requests and answers are kept as they went over the wire; None: nowhere.
     """
 
     def __init__(
@@ -66,7 +68,9 @@ class Proxy:
         renderer: ChatRenderer,
         clock: Callable[[], float],
         limits: DoorLimits | None = None,
+        bodies: BodyFiles | None = None,
     ) -> None:
+        self._bodies = bodies
         self._engine = engine
         self._store = store
         self._renderer = renderer
@@ -217,7 +221,7 @@ class Proxy:
         return session
 
     async def _call(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
-        is_streamed = False
+        is_streamed, asked = False, None
         request_id = request.headers.get(REQUEST_ID_HEADER, "")
         try:
             session = self._session(request)
@@ -225,13 +229,18 @@ class Proxy:
             async with self._doors.body(request, session.spec.execution_id) as data:
                 body = _decoded(data)
                 is_streamed = body.get("stream") is True
+                asked = Asked(dialect.NAME, path_of(request), request.headers, body, time.monotonic())
                 parsed = dialect.parse_request(body)
                 mark = session.spec.marks.read(path_of(request), request.headers, body)
                 if parsed.is_compaction:
                     mark = msgspec.structs.replace(mark, is_compaction=True)
                 answer = await self._answer(session, parsed, mark, request_id, partial(_is_gone, request))
         except CallError as error:
+            if self._bodies is not None and asked is not None:
+                self._bodies.keep(session.spec.execution_id, asked, error.status, _decoded(dialect.error_body(error)))
             return _refusal(dialect, error, is_streamed=is_streamed)
+        if self._bodies is not None:
+            self._bodies.keep(session.spec.execution_id, asked, 200, response_of(dialect, parsed, answer))
         if parsed.stream:
             text = b"".join(dialect.stream_chunks(parsed, answer))
             response = web.StreamResponse(headers=_STREAM_HEADERS)
@@ -398,7 +407,7 @@ def _model_card(model: str) -> Json:
     return {**card, "type": "model", "display_name": model, "created_at": "1970-01-01T00:00:00Z"}
 
 
-def _decoded(data: bytearray) -> Json:
+def _decoded(data: bytes | bytearray) -> Json:
     try:
         body = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -28,6 +28,7 @@ from opengyre.execute.scoring import SandboxedEvaluator
 from opengyre.ledger.ledger import Ledger
 from opengyre.model.chat import EmbeddedRenderer
 from opengyre.model.tokenizer import EmbeddedTokenizer
+from opengyre.proxy.bodies import BodyFiles
 from opengyre.proxy.doors import DoorLimits
 from opengyre.proxy.server import Proxy
 from opengyre.run.cell_desk import CellDesk, shared_folder
@@ -229,6 +230,7 @@ def build_executions(
         renderer=renderer,
         clock=clock,
         limits=DoorLimits(body_bytes=config.proxy.body_limit_bytes),
+        bodies=BodyFiles(folder.bodies) if config.proxy.keep_bodies else None,
     )
     evaluator = SandboxedEvaluator(
         server,

@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import os
-import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -18,15 +17,13 @@ from aiohttp import web
 
 from opengyre.core.errors import FileError, InputError
 from opengyre.proxy.dialects import DIALECTS
+from opengyre.proxy.redaction import host_names, redacted_call
 from opengyre.proxy.requests import Json
 from opengyre.report.console import console
 from opengyre.run.replay import anthropic_body
 
 _PROTOCOLS = {"/v1/chat/completions": "chat", "/v1/messages": "anthropic"}
 _HOP_HEADERS = {"connection", "content-length", "host", "accept-encoding", "transfer-encoding", "content-encoding"}
-_SECRET_HEADER = re.compile(r"authorization|api-?key|cookie|token|account|organi[sz]ation|project|device|installation")
-_SECRET_KEYS = {"user_id", "account_id", "device_id", "safety_identifier", "user", "installation_id", "account_uuid"}
-REDACTED = "redacted"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -138,7 +135,7 @@ class Recorder:
             "method": request.method,
             "path": request.path,
             "query": request.query_string,
-            "headers": {key: value for key, value in headers.items() if not _SECRET_HEADER.search(key.lower())},
+            "headers": headers,
             "request": body if isinstance(body, dict) else None,
         }
 
@@ -151,7 +148,7 @@ class Recorder:
             with suppress(msgspec.DecodeError):
                 response = msgspec.json.decode(got)
         whole = {**line, "dt": round(time.monotonic() - started_s, 4), "status": status, "response": response}
-        self.note(redacted({**whole, "fault": fault} if fault else whole, host_names()))
+        self.note(redacted_call({**whole, "fault": fault} if fault else whole, host_names()))
 
 
 async def _carried(answer: aiohttp.ClientResponse, response: web.StreamResponse, got: bytearray) -> str:
@@ -229,42 +226,6 @@ def _extend(message: Json, delta: Json) -> None:
             call["id"] = part["id"]
         for key, text in (part.get("function") or {}).items():
             call["function"][key] = call["function"].get(key, "") + (text or "")
-
-
-# -- what is not stored -------------------------------------------------------------------------------------------
-
-
-def host_names() -> dict[str, str]:
-    """Return texts that tell whose machine this is, and what stands for them."""
-    home = str(Path.home())
-    is_plain = home.count("/") < 2
-    return (
-        {f"{home.rstrip('/')}/": "/home-of-user/"}
-        if is_plain and home != "/"
-        else {home: "/home-of-user"}
-        if home != "/"
-        else {}
-    )
-
-
-def redacted(value: Any, names: dict[str, str]) -> Any:  # noqa: ANN401 - any JSON
-    """Return a JSON value without ids of accounts and devices and without the names of this host.
-
-    >>> redacted({"metadata": {"user_id": "u-1"}, "content": "/Users/ann/x"}, {"/Users/ann": "/home-of-user"})
-    {'metadata': {'user_id': 'redacted'}, 'content': '/home-of-user/x'}
-    """
-    if isinstance(value, str):
-        for name, other in names.items():
-            value = value.replace(name, other)
-        return value
-    if isinstance(value, list):
-        return [redacted(item, names) for item in value]
-    if isinstance(value, dict):
-        return {
-            key: REDACTED if key in _SECRET_KEYS and isinstance(item, str) else redacted(item, names)
-            for key, item in value.items()
-        }
-    return value
 
 
 async def record(command: Sequence[str], recorder: Recorder) -> tuple[int, int]:

@@ -4,6 +4,7 @@ RUN/config.json       the configuration, as decoded
 RUN/ledger.sqlite     calls, executions, outcomes, events, records
 RUN/weights/          a file a version; RUN/optimizer/ beside it
 RUN/executions/ID/    workspace and shim files of an execution
+RUN/bodies/ID.jsonl   its requests and answers, with proxy.keep_bodies
 RUN/driver.lock       held by the driver for as long as it lives
 """
 
@@ -83,6 +84,11 @@ class RunFolder:
     def executions(self) -> Path:
         """Folder with a folder an execution."""
         return self.path / "executions"
+
+    @property
+    def bodies(self) -> Path:
+        """Folder with a file an execution, where requests and answers are kept."""
+        return self.path / "bodies"
 
     def close(self) -> None:
         """Give the lock back and remove the sockets."""

@@ -28,7 +28,6 @@ def check_supported(config: Config) -> None:
         ("train.options", config.train.options, ({},)),
         ("run.checkpoint_every", config.run.checkpoint_every, (1,)),
         ("sandbox.kind", config.sandbox.kind, ("auto", "bubblewrap", "landlock", "none")),
-        ("proxy.keep_bodies", config.proxy.keep_bodies, (False,)),
     )
     for key, seen, expected in wanted:
         if expected is not None and seen not in expected:

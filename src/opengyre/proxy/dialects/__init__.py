@@ -15,6 +15,9 @@ from opengyre.proxy.requests import Answer, ChatRequest, Json
 class Dialect(Protocol):
     """What the proxy needs to serve a protocol."""
 
+    NAME: str
+    """Of the protocol, as calls and captures name it."""
+
     def parse_request(self, body: Json, /) -> ChatRequest:
         """Return the request of a decoded body.
 
