@@ -206,6 +206,7 @@ def _confine_by_namespaces(order: dict[str, Any], folder: str) -> None:
         python_prefixes=sandbox.python_prefixes(),
         temporary_bytes=DISK_BYTES,
         extra=tuple(order.get("shown", ())),
+        user=order["user"],
     )
     _drop(order)
 

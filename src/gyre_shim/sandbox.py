@@ -21,7 +21,8 @@ CLONE_NEWIPC = 0x08000000
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
 CLONE_NEWNET = 0x40000000
-_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_BIND, _MS_REC = 1, 2, 4, 8, 32, 4096, 16384
+_MS_PRIVATE = 1 << 18
 _MNT_DETACH = 2
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
@@ -29,12 +30,10 @@ _CAPSET = {"x86_64": 126, "aarch64": 91}
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SYSTEM_FILES = (
     "/etc/alternatives",
-    "/etc/group",
     "/etc/hosts",
     "/etc/ld.so.cache",
     "/etc/ld.so.conf",
     "/etc/nsswitch.conf",
-    "/etc/passwd",
     "/etc/ssl",
 )
 WORKSPACE = "/gyre"
@@ -110,6 +109,7 @@ def enter_root(
     python_prefixes: tuple[str, ...],
     temporary_bytes: int,
     extra: tuple[str, ...] = (),
+    user: int = 0,
 ) -> None:
     """Make a private root and move into its first writable folder.
 
@@ -119,6 +119,7 @@ def enter_root(
         python_prefixes: Folders of the interpreter that are not under ``/usr``.
         temporary_bytes: Size of ``/tmp``.
         extra: Further folders to show read-only at their own place.
+        user: Id that will be taken inside; 0: that of this process.
 
     Raises:
         SandboxError: The kernel refuses.
@@ -133,8 +134,10 @@ def enter_root(
     # After /tmp: an interpreter or a harness may be installed below the host's.
     for path in (*SYSTEM_FOLDERS, *SYSTEM_FILES, *python_prefixes, *extra):
         _show(root, path)
+    _write_accounts(root, user or os.getuid())
     for path in DEVICES:
         _show(root, path, read_only=False)
+    _mount_terminals(root)
     for source, target in writable.items():
         os.makedirs(root + target, exist_ok=True)
         _mount(source, root + target, "", _MS_BIND)
@@ -165,7 +168,39 @@ def _show(root: str, path: str, *, read_only: bool = True) -> None:
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
     _mount(path, target, "", _MS_BIND | _MS_REC)
     if read_only:
-        _mount("none", target, "", _MS_BIND | _MS_REMOUNT | _MS_RDONLY | _MS_NOSUID)
+        _freeze(target)
+
+
+def _mount_terminals(root: str) -> None:
+    """Give the sandbox terminals of its own, and the links that shells and the C library look for."""
+    os.mkdir(f"{root}/dev/pts")
+    _mount("devpts", f"{root}/dev/pts", "devpts", _MS_NOSUID | _MS_NOEXEC, "newinstance,ptmxmode=0666,mode=600")
+    links = {"ptmx": "pts/ptmx", "fd": "/proc/self/fd", "shm": "/tmp"}
+    links |= {name: f"/proc/self/fd/{number}" for number, name in enumerate(("stdin", "stdout", "stderr"))}
+    for name, target in links.items():
+        os.symlink(target, f"{root}/dev/{name}")
+
+
+def _freeze(target: str) -> None:
+    _mount("none", target, "", _MS_BIND | _MS_REMOUNT | _MS_RDONLY | _MS_NOSUID)
+
+
+def _write_accounts(root: str, user: int) -> None:
+    """Name the user inside, for programs that ask who they are, and none of the host's other accounts."""
+    users, groups = {0: "root", 65534: "nobody"}, {0: "root", 65534: "nogroup"}
+    users.setdefault(user, "gyre")
+    groups.setdefault(user, "gyre")
+    shell = "/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh"
+    texts = {
+        "passwd": [f"{name}:x:{number}:{number}::/tmp:{shell}" for number, name in users.items()],
+        "group": [f"{name}:x:{number}:" for number, name in groups.items()],
+    }
+    os.makedirs(f"{root}/etc", exist_ok=True)
+    for name, lines in texts.items():
+        target = f"{root}/etc/{name}"
+        _write(target, "\n".join(lines) + "\n")
+        _mount(target, target, "", _MS_BIND)
+        _freeze(target)
 
 
 def drop_privileges(

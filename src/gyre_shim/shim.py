@@ -115,6 +115,7 @@ def _enter_namespaces(order: dict[str, Any], _port: int) -> str:
         python_prefixes=sandbox.python_prefixes(),
         temporary_bytes=order["disk_bytes"],
         extra=tuple(order["shown"]),
+        user=order["user"],
     )
     _drop(order)
     return "/tmp"

@@ -67,7 +67,9 @@ def _in_child(kind: str, folder: str, port: int) -> dict[str, Any]:
 def _confine(kind: str, folder: str) -> None:
     if kind == "namespaces":
         workspace = {f"{folder}/work": sandbox.WORKSPACE}
-        sandbox.enter_root(root=f"{folder}/root", writable=workspace, python_prefixes=(), temporary_bytes=4096)
+        sandbox.enter_root(
+            root=f"{folder}/root", writable=workspace, python_prefixes=(), temporary_bytes=4096, user=USER
+        )
     else:
         os.setsid()
         os.chdir(f"{folder}/work")

@@ -165,6 +165,10 @@ json.dump({{
     "shadow": tried(lambda: open("/etc/shadow").read()),
     "processes": tried(lambda: sorted(int(name) for name in os.listdir("/proc") if name.isdigit())),
     "user": tried(lambda: os.getuid() != 0 or "root"),
+    "terminal": tried(lambda: len(os.openpty())),
+    "shared": tried(lambda: __import__("multiprocessing").get_context("spawn").Semaphore(2).get_value()),
+    "named": tried(lambda: __import__("pwd").getpwuid(os.getuid()).pw_dir),
+    "accounts": tried(lambda: sorted(each.pw_name for each in __import__("pwd").getpwall())),
     "temporary": tried(lambda: open(os.environ["TMPDIR"] + "/mine", "w").write("x")),
 }}, open("seen.json", "w"))
 ask()
@@ -178,6 +182,9 @@ ask()
     assert "home" not in seen["root"]
     assert seen["processes"] == "[1]" if bench.isolation.kind == "namespaces" else seen["processes"] in REFUSED
     assert seen["temporary"] == "1"
+    if bench.isolation.kind == "namespaces":
+        assert (seen["named"], seen["terminal"], seen["shared"]) == (repr("/tmp"), "2", "2")
+        assert set(json.loads(seen["accounts"].replace("'", '"'))) <= {"root", "nobody", "gyre"}
 
 
 async def test_a_sandbox_cannot_signal_what_is_outside_nor_reach_the_network(bench):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import selectors
 import socket
 import threading
@@ -150,3 +151,21 @@ async def test_requests_that_are_sent_ahead_are_answered_in_order(shim):
     assert len(await shim.stand.ledger.calls("e")) == 3
     assert [receipt["delivered"] for receipt in await receipts_of(shim, 3)] == ["complete"] * 3
     writer.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+async def test_nothing_follows_the_last_event_so_a_client_that_closes_with_it_got_its_answer(shim, path):
+    """Codex closes its connection as soon as it has read the last event, whatever frames the body."""
+    asked = {"input": "hello"} if path.endswith("responses") else {"messages": [{"role": "user", "content": "hello"}]}
+    body = json.dumps({"model": "m", "max_tokens": 99, "stream": True, **asked}).encode()
+    ends = {"/v1/chat/completions": b"[DONE]", "/v1/responses": b"response.completed", "/v1/messages": b"message_stop"}
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    reader, writer = await shim.connect()
+    writer.write(head + body)
+    told = (await reader.readuntil(b"\r\n\r\n")).lower()
+    length = int(re.search(rb"content-length: (\d+)", told).group(1))
+    data = await reader.readexactly(length)
+    writer.close()
+    assert data.endswith(b"\n\n")
+    assert ends[path] in data
+    assert [receipt["delivered"] for receipt in await receipts_of(shim, 1)] == ["complete"]

@@ -87,6 +87,15 @@ def test_a_title_call_that_arrives_first_is_auxiliary_and_the_next_root_is_main(
     assert tracker.finish() == []
 
 
+def test_a_title_call_of_a_named_agent_is_auxiliary_also_when_it_arrives_second():
+    tracker, mark = RoleTracker(), Mark(agent="session-1")
+    main = tracker.observe("c0", [said("system", "agent"), said("user", "fix the bug in the parser")], SHELL, mark)
+    asked = [said("system", "titles"), said("user", "name this: fix the bug in the parser")]
+    title = tracker.observe("c1", asked, [], mark)
+    assert (main.role, title.role) == (Role.MAIN, Role.AUXILIARY)
+    assert tracker.finish() == []
+
+
 def test_two_sub_agents_with_the_same_prompt_are_two_agents():
     tracker = RoleTracker()
     tracker.observe("c0", [said("user", "count everything")], SHELL)
@@ -136,6 +145,28 @@ def test_a_summary_is_known_by_the_beginning_that_holds_it():
     beginning = said("user", "So far: I listed the files; next I fix a.py")
     assert tracker.observe("c2", [said("system", "agent"), beginning], SHELL).role is Role.MAIN
     assert [(guess.call_id, guess.role) for guess in tracker.revisions()] == [("c1", Role.MAIN_SUMMARY)]
+
+
+def test_a_summary_after_which_nothing_comes_is_known_by_an_earlier_one():
+    tracker, tools = RoleTracker(), [Tool(name="shell")]
+    asks = said("system", "summarise what is given to you")
+    tracker.observe("m1", [said("system", "s"), said("user", "do the first part of it")], tools)
+    tracker.answered("m1", said("assistant", "I did the first part."))
+    tracker.observe("c1", [asks, said("user", "<conversation>one</conversation>")], [])
+    tracker.answered("c1", said("assistant", "The first part is done."))
+    tracker.observe(
+        "m2", [said("system", "s"), said("user", "Before: The first part is done."), said("user", "go")], tools
+    )
+    tracker.answered("m2", said("assistant", "And the second."))
+    tracker.observe("c2", [asks, said("user", "<conversation>two</conversation>")], [])
+    tracker.answered("c2", said("assistant", "Both parts are done."))
+    tracker.finish()
+    assert [tracker.guess_of(name).role.value for name in ("m1", "c1", "m2", "c2")] == [
+        "main",
+        "main-summary",
+        "main",
+        "main-summary",
+    ]
 
 
 def test_an_explicit_mark_beats_every_other_evidence():

@@ -247,7 +247,7 @@ class Proxy:
         else:
             text = dialect.answer_body(parsed, answer)
             response = web.StreamResponse(headers={"content-type": "application/json"})
-            response.content_length = len(text)
+        response.content_length = len(text)  # no end mark behind the last event: clients close as soon as they have it
         await self._send(session, request, request_id, response, text)
         return response
 

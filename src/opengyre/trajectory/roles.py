@@ -142,7 +142,7 @@ class RoleTracker:
             agent = next((each for each in self._agents if not each.is_sub), None)
         seen.is_root = continued is None
         if not seen.has_tools and seen.is_root and not mark.is_compaction:
-            self._judge_aside(seen, messages, prefer=agent)
+            self._judge_aside(seen, messages)
             return
         if agent is None:
             agent = self._new_agent(mark.agent or ("main" if not is_sub else f"sub-{len(self._agents)}"), is_sub=is_sub)
@@ -229,6 +229,8 @@ class RoleTracker:
     def _judge_aside(self, seen: SeenRequest, messages: Sequence[Message], prefer: Agent | None = None) -> None:
         """Judge a root without tools: a plan, a summary, a title; later requests may say more."""
         agent = prefer or self._digested(messages)
+        if agent is None and self._is_like_summary(seen):
+            agent = max(self._agents, key=lambda each: each.last, default=None)
         if agent is not None and agent.last >= 0:
             self._settle(seen, agent, "holds lines of the agent's history", 0.5)
             return
