@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -191,12 +192,11 @@ def _result(
     model: ScriptedModel,
     folder: Path,
 ) -> LiveResult:
-    by_answer = {call.call_id: call for call in calls}
-    answered = [call for call in kept if call.status == 200]
-    appending = [pair for pair in zip(answered, calls, strict=False) if only_appends(pair[0], answered)]
+    asked = requests_of(kept)
+    appending = [call for call in calls if only_appends(asked[call.call_id], list(asked.values()))]
     wrong = [
         f"{call.call_id}: {call.role.value} ({call.role_evidence}), truly {model.truth[call.call_id].value}"
-        for call in by_answer.values()
+        for call in calls
         if call.role is not model.truth[call.call_id]
     ]
     execution = folder / "x" / EXECUTION
@@ -209,7 +209,7 @@ def _result(
         roles=dict(Counter(call.role.value for call in calls)),
         verdicts=dict(Counter(call.verdict.value for call in calls)),
         appending=len(appending),
-        appending_restored=sum(call.verdict is Verdict.RESTORED for _, call in appending),
+        appending_restored=sum(call.verdict is Verdict.RESTORED for call in appending),
         wrong_roles=tuple(wrong),
         undelivered=sum(call.delivered is not Delivered.COMPLETE for call in calls),
         is_finished=model.is_finished,
@@ -223,11 +223,21 @@ def _result(
     )
 
 
+def requests_of(kept: Sequence[CapturedCall]) -> dict[str, CapturedCall]:
+    """Return the first request of each call in order of their ids; a retry of it got the same answer."""
+    found: dict[str, CapturedCall] = {}
+    for request in kept:
+        name = re.search(rf"{EXECUTION}-c\d+", str((request.response or {}).get("id", "")))
+        if request.status == 200 and name is not None:
+            found.setdefault(name.group(0), request)
+    return dict(sorted(found.items()))
+
+
 def only_appends(call: CapturedCall, answered: Sequence[CapturedCall]) -> bool:
     """Whether a request is an earlier one with messages behind it, the first of them the model's, by its JSON alone."""
     mine = _plain(call.request or {})
     for earlier in answered:
-        if earlier.n >= call.n:
+        if earlier.n == call.n:
             break
         theirs = _plain(earlier.request or {})
         length = len(theirs.messages)
