@@ -89,7 +89,7 @@ def test_every_text_survives_the_way_to_bytes_and_back():
         reasoning="\n hm \n",
         tool_calls=(ToolCall(id="", name="f", arguments='{"a": "\\u00e9"}'), ToolCall(id="", name="g", arguments="")),
     )
-    assert RENDERER.parse(RENDERER.encode_reply(message), ()) == message
+    assert RENDERER.parse(RENDERER.render((), ()), RENDERER.encode_reply(message), ()) == message
     user = Message(role="user", content="go")
     prompt = RENDERER.render([user], ()).tolist() + RENDERER.encode_reply(message).tolist()
     follow = RENDERER.render([user, message, user], ()).tolist()

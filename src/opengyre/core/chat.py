@@ -70,7 +70,7 @@ class ChatRenderer(Protocol):
 
     @property
     def is_prefix_stable(self) -> bool:
-        """Whether ``bridge`` is sound: appending messages never changes the tokens before them."""
+        """Whether sampled tokens survive what is appended to them. If not, ``bridge`` is never asked."""
         ...
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Int32Array:
@@ -80,17 +80,20 @@ class ChatRenderer(Protocol):
         """
         ...
 
-    def bridge(self, previous: Int32Array, messages: Sequence[Message], tools: Sequence[Tool]) -> Int32Array | None:
-        """Return the tokens that follow ``previous`` (a prompt and the output sampled from it), or None.
+    def bridge(
+        self, context: Int32Array, output: Int32Array, messages: Sequence[Message], tools: Sequence[Tool]
+    ) -> Int32Array | None:
+        """Return the tokens that follow a prompt and the output sampled from it, or None if none can follow.
 
         ``messages`` are those after the sampled reply; the generation prompt is included. If the sampled output does
         not end in a stop id (cut off by length), the closing tokens come first.
         """
         ...
 
-    def parse(self, output: Int32Array, tools: Sequence[Tool]) -> Message:
+    def parse(self, context: Int32Array, output: Int32Array, tools: Sequence[Tool]) -> Message:
         """Return the assistant message of sampled tokens; malformed tool calls stay in ``content``.
 
-        Tool calls carry the model's own ids where its format has them, else an empty id.
+        The prompt may begin the reply (an opened block of reasoning), so it is told too. Tool calls carry the
+        model's own ids where its format has them, else an empty id.
         """
         ...

@@ -52,10 +52,12 @@ class EmbeddedRenderer:
         ids.append(self._tokenizer.special("<asst>"))
         return np.asarray(ids, np.int32)
 
-    def bridge(self, previous: Int32Array, messages: Sequence[Message], tools: Sequence[Tool]) -> Int32Array | None:
+    def bridge(
+        self, context: Int32Array, output: Int32Array, messages: Sequence[Message], tools: Sequence[Tool]
+    ) -> Int32Array | None:
         """Return the tokens that follow a prompt and its sampled output, [n] int32."""
         ids: list[int] = []
-        if not len(previous) or int(previous[-1]) != self._end:
+        if not len(output) or int(output[-1]) != self._end:
             ids.append(self._end)
         for message in messages:
             ids += self._message(message, tools, with_tools=False)
@@ -80,7 +82,7 @@ class EmbeddedRenderer:
             ids += [self._arg, *self._tokenizer.encode(value)]
         return [*ids, self._end]
 
-    def parse(self, output: Int32Array, tools: Sequence[Tool]) -> Message:
+    def parse(self, context: Int32Array, output: Int32Array, tools: Sequence[Tool]) -> Message:
         """Return the assistant message of sampled tokens; anything that is no well-formed call is content."""
         ids = output.tolist()
         if ids and ids[-1] == self._end:

@@ -22,7 +22,7 @@ class ByteRenderer:
 
     >>> renderer = ByteRenderer()
     >>> said = Message(role="assistant", content="<|im_end|>", reasoning="hm")
-    >>> renderer.parse(renderer.encode_reply(said), ()) == said
+    >>> renderer.parse(renderer.render((), ()), renderer.encode_reply(said), ()) == said
     True
     """
 
@@ -35,9 +35,11 @@ class ByteRenderer:
         parts += [part for message in messages for part in self._message(message)]
         return np.concatenate([*parts, self._head("assistant")])
 
-    def bridge(self, previous: Int32Array, messages: Sequence[Message], tools: Sequence[Tool]) -> Int32Array | None:
+    def bridge(
+        self, context: Int32Array, output: Int32Array, messages: Sequence[Message], tools: Sequence[Tool]
+    ) -> Int32Array | None:
         """Return what follows a prompt and its reply; a reply that was cut off is ended first."""
-        parts = [] if len(previous) and previous[-1] == _END else [_mark(_END)]
+        parts = [] if len(output) and output[-1] == _END else [_mark(_END)]
         parts += [part for message in messages for part in self._message(message)]
         return np.concatenate([*parts, self._head("assistant")])
 
@@ -49,7 +51,7 @@ class ByteRenderer:
             parts += [_mark(_CALL), _text(call.name), _mark(_PART), _text(call.arguments)]
         return np.concatenate([*parts, _mark(_END)])
 
-    def parse(self, output: Int32Array, tools: Sequence[Tool]) -> Message:
+    def parse(self, context: Int32Array, output: Int32Array, tools: Sequence[Tool]) -> Message:
         """Return the message of a reply; calls have no ids of their own."""
         tokens = output[:-1] if len(output) and output[-1] == _END else output
         reasoning = ""

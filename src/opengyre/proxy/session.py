@@ -159,7 +159,9 @@ class Session:
         """Return prompt tokens, the stored call they continue, how many tokens are shared with it, and the verdict."""
         if match.call_id is not None and self.renderer.is_prefix_stable:
             path = self._path(match.call_id)
-            tail = self.renderer.bridge(path, request.messages[match.covered :], request.tools)
+            asked = len(path) - len(self._recorded[match.call_id].output)
+            added = request.messages[match.covered :]
+            tail = self.renderer.bridge(path[:asked], path[asked:], added, request.tools)
             if tail is not None:
                 return np.concatenate((path, tail)), match.call_id, len(path), match.verdict
         verdict = Verdict.RENDERED if match.verdict is Verdict.RESTORED else match.verdict
@@ -209,7 +211,9 @@ class Session:
     def finish(self, prepared: Prepared, generation: Generation, *, now_s: float) -> tuple[Call, AnswerChoice]:
         """Record a sampled call in the paths and return what is stored and what is delivered."""
         parsed, generation, stop_sequence = stopped(
-            generation, prepared.request.stop, lambda output: self.renderer.parse(output, prepared.request.tools)
+            generation,
+            prepared.request.stop,
+            lambda output: self.renderer.parse(prepared.context, output, prepared.request.tools),
         )
         reply, tool_ids = self._minted_ids(parsed)
         finish = Finish.TOOL_CALLS if reply.tool_calls and generation.finish is Finish.STOP else generation.finish

@@ -44,7 +44,8 @@ class FourByteRenderer:
 
     >>> renderer = FourByteRenderer()
     >>> said = Message(role="assistant", content="yes")
-    >>> renderer.parse(renderer.encode_reply(said), ()) == said, renderer.render([said], ()).dtype
+    >>> prompt = renderer.render([said], ())
+    >>> renderer.parse(prompt, renderer.encode_reply(said), ()) == said, prompt.dtype
     (True, dtype('int32'))
     """
 
@@ -59,7 +60,9 @@ class FourByteRenderer:
         """Return the prompt, [C] int32."""
         return np.concatenate([_packed(tools), self._messages(messages)])
 
-    def bridge(self, previous: Int32Array, messages: Sequence[Message], tools: Sequence[Tool]) -> Int32Array | None:
+    def bridge(
+        self, context: Int32Array, output: Int32Array, messages: Sequence[Message], tools: Sequence[Tool]
+    ) -> Int32Array | None:
         """Return what follows a prompt and its reply."""
         return self._messages(messages)
 
@@ -67,7 +70,7 @@ class FourByteRenderer:
         """Return what a model that says this message samples."""
         return np.concatenate([_packed(message), np.array(self.stop_ids, np.int32)])
 
-    def parse(self, output: Int32Array, tools: Sequence[Tool]) -> Message:
+    def parse(self, context: Int32Array, output: Int32Array, tools: Sequence[Tool]) -> Message:
         """Return the message of a reply."""
         return msgspec.json.decode(output[:-1].tobytes().rstrip(b" "), type=Message)
 

@@ -2,13 +2,14 @@
 
 import argparse
 import asyncio
+import importlib
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 import msgspec
@@ -16,10 +17,10 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from opengyre.core.chat import Message, ToolCall
+from opengyre.core.chat import ChatRenderer, Message, ToolCall
 from opengyre.core.errors import CallError, FileError, InputError
 from opengyre.core.protocols import GenerateRequest, Generation
-from opengyre.core.types import Call, Finish, VersionRun
+from opengyre.core.types import Call, Finish, Int32Array, VersionRun
 from opengyre.execute.harness import load_harness, shipped_harnesses
 from opengyre.ledger.ledger import Ledger
 from opengyre.model.text_chat import ByteRenderer
@@ -69,6 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--harness", metavar="NAME", help="whose marks to read (default: the name of the file's folder)"
     )
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="FOLDER", help="of a model (default: one token a byte, in a plain format)"
+    )
+    parser.add_argument(
+        "--format", default="auto", metavar="NAME", help="of that model's messages, such as qwen3 (default: looked up)"
+    )
     parser.add_argument("--max-leaves", type=int, default=5, metavar="N", help="J_max (default: 5)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -77,7 +84,9 @@ def main(arguments: argparse.Namespace) -> int:
     """Replay a capture; 1 if a harness would have received other content."""
     calls = read_capture(arguments.capture)
     marks = marks_of(arguments.harness, arguments.capture)
-    result = asyncio.run(replay(calls, marks, name=arguments.capture, max_leaves=arguments.max_leaves))
+    renderer = renderer_of(arguments.tokenizer, arguments.format)
+    sent = replay(calls, marks, name=arguments.capture, max_leaves=arguments.max_leaves, renderer=renderer)
+    result = asyncio.run(sent)
     if arguments.json:
         sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
     else:
@@ -99,11 +108,38 @@ def marks_of(name: str | None, capture: Path) -> RoleMarks:
     return load_harness(name).roles
 
 
+class SpeakingRenderer(ChatRenderer, Protocol):
+    """A renderer that also knows how its model would say a message."""
+
+    def encode_reply(self, message: Message) -> Int32Array:
+        """Return the tokens of a reply, its end included."""
+        ...
+
+
+def renderer_of(tokenizer: Path | None, form: str) -> SpeakingRenderer:
+    """Return the format of a model's messages; without a tokenizer one that needs none.
+
+    Raises:
+        FileError: The folder holds no tokenizer.
+        InputError: The format is unknown, or the packages that know the formats of models are not installed.
+    """
+    if tokenizer is None:
+        if form != "auto":
+            raise InputError(f"--format {form}: expected --tokenizer beside it")
+        return ByteRenderer()
+    try:
+        packaged = importlib.import_module("opengyre.model.packaged_chat")
+    except ImportError as error:
+        raise InputError(f"--tokenizer: {error}; expected pip install 'opengyre[transformers]'") from error
+    renderer: SpeakingRenderer = packaged.load_renderer(tokenizer, form)
+    return renderer
+
+
 @dataclass
 class ScriptedEngine:
     """Says what it is told to say next; implements ``core.protocols.Engine``."""
 
-    renderer: ByteRenderer
+    renderer: SpeakingRenderer
     reply: Message = field(default_factory=lambda: Message(role="assistant"))
 
     async def generate(self, request: GenerateRequest) -> Generation:
@@ -117,7 +153,9 @@ class ScriptedEngine:
         )
 
 
-async def replay(calls: list[CapturedCall], marks: RoleMarks, *, name: Path, max_leaves: int) -> ReplayResult:
+async def replay(
+    calls: list[CapturedCall], marks: RoleMarks, *, name: Path, max_leaves: int, renderer: SpeakingRenderer
+) -> ReplayResult:
     """Send every request that a model answered to a proxy over its socket, in order.
 
     Raises:
@@ -126,7 +164,7 @@ async def replay(calls: list[CapturedCall], marks: RoleMarks, *, name: Path, max
     answered = [call for call in calls if call.status == 200 and call.response and call.request and not call.fault]
     with tempfile.TemporaryDirectory(prefix="gyre-r") as scratch:
         ledger = Ledger.open(Path(scratch))
-        engine = ScriptedEngine(ByteRenderer())
+        engine = ScriptedEngine(renderer)
         proxy = Proxy(engine=engine, store=ledger, renderer=engine.renderer, clock=time.monotonic)
         await proxy.start()
         socket = Path(scratch) / "s"

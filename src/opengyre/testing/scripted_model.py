@@ -56,7 +56,8 @@ def read_prompt(context: Int32Array) -> Prompt:
         end_of_role = int(np.flatnonzero(part == ord("\n"))[0])
         role = _text(part[:end_of_role])
         body = part[end_of_role + 1 :]
-        said = ByteRenderer().parse(body, ()) if role == "assistant" else Message(role=role, content=_text(body))
+        is_reply = role == "assistant"
+        said = ByteRenderer().parse(body[:0], body, ()) if is_reply else Message(role=role, content=_text(body))
         messages.append(said)
     return Prompt(tools=_text(context[: starts[0]]), messages=tuple(messages))
 
