@@ -1,7 +1,7 @@
 # Two commands need nothing but make and a Python 3.11-3.13:  make demo  and  make test.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test check check-deep gpu harnesses regimes docs clean
+.PHONY: help setup setup-dev demo test check check-deep gpu soak harnesses regimes docs clean
 
 BIN := .venv/bin
 UNIT := -m "not slow and not gpu and not harness"
@@ -34,6 +34,9 @@ check-deep: setup-dev  ## The tests that take minutes, and properties with many 
 
 gpu: setup-dev  ## The tests that need a CUDA device; skipped where there is none.
 	$(BIN)/pytest -m gpu -rs $(ARGS)
+
+soak: setup-dev  ## 500 executions through one proxy; says what its memory did (a minute).
+	$(BIN)/pytest -m slow tests/proxy/test_soak.py -s $(ARGS)
 
 harnesses: setup-dev  ## Install eight real harnesses and run each against a scripted model (15 minutes, needs npm).
 	$(BIN)/pytest -m harness -n 5 $(ARGS)

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import time
 import tracemalloc
+import weakref
 
 import pytest
 
@@ -207,3 +209,13 @@ async def test_an_execution_reads_nothing_of_another_by_request_id_or_tool_call_
         assert response.status == 200
     (untouched,) = await stand.ledger.calls("a")
     assert untouched.delivered.value == "unknown"
+
+
+async def test_what_a_closed_execution_said_is_not_kept_for_as_long_as_its_connections_are(standing, made):
+    stand = await standing()
+    client = await stand.open("e")
+    assert (await made.asked(client))[0] == 200
+    session = weakref.ref(stand.proxy._open["e"][0])
+    await stand.proxy.close_execution("e")
+    gc.collect()
+    assert session() is None

@@ -1,5 +1,7 @@
 """Executions without a shim: a key over TCP says whose request it is."""
 
+import asyncio
+
 import aiohttp
 import pytest
 
@@ -91,3 +93,22 @@ async def test_the_port_is_on_loopback_and_a_taken_one_is_said_in_one_line(port)
     assert host == "127.0.0.1"
     with pytest.raises(InputError, match=f"127.0.0.1:{number}: cannot listen"):
         await stand.proxy.listen(port=number)
+
+
+async def test_one_key_that_asks_too_much_at_a_time_is_refused_and_the_others_of_its_port_are_served(standing):
+    stand = await standing(lines=3)
+    for name, key in KEYS.items():
+        stand.proxy.open_keyed(stand.spec(name), key)
+    port = await stand.proxy.listen()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: p\r\nx-api-key: {KEYS['a']}\r\ncontent-length: 99\r\n\r\n{{"
+    half_sent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+    for _, writer in half_sent:
+        writer.write(head.encode())
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
+        assert (await call(client, "/v1/chat/completions", {"x-api-key": KEYS["b"]}))[0] == 200
+        status, body = await call(client, "/v1/chat/completions", {"x-api-key": KEYS["a"]})
+        assert (status, body["error"]["code"]) == (503, "overloaded")
+        for _, writer in half_sent:
+            writer.close()
+        await asyncio.sleep(0.05)
+        assert (await call(client, "/v1/chat/completions", {"x-api-key": KEYS["a"]}))[0] == 200

@@ -1,6 +1,8 @@
 """Where requests arrive: a connection belongs to the execution whose door it came through, and a door has limits."""
 
 import asyncio
+import resource
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +30,9 @@ class DoorLimits(msgspec.Struct, frozen=True, kw_only=True):
     bodies: int = 4
     """Largest bodies that may be held at a time; smaller ones are as many as fit into the same bytes."""
     lines: int = 128
-    """Connections at a time."""
+    """Connections at a time; of an execution with a key: requests that are being read or answered at a time."""
+    port_lines: int = 2048
+    """Connections at a time of a TCP port, which executions with keys share."""
     silent_s: float = 120.0
     """For how long a connection may say nothing, at its start or between two requests.
 
@@ -56,10 +60,12 @@ class Door:
     """A listening socket and what came through it.
 
     Args:
-        session: The execution that a unix socket stands for; a TCP door has none, there a key says who it is.
+        session: The execution that a unix socket stands for, until it is closed; at a port a key says who it is.
+        is_port: Whether this is a TCP port, which executions with keys share.
     """
 
     session: Session | None = None
+    is_port: bool = False
     is_closed: bool = False
     lines: dict[web.RequestHandler, Line] = field(default_factory=dict)
 
@@ -95,6 +101,8 @@ class Doors:
         self._door_of: dict[web.RequestHandler, Door] = {}
         self._held_bytes: dict[str, int] = {}
         """Execution to bytes of the bodies that are being read or answered."""
+        self._asking: Counter[str] = Counter()
+        """Execution to requests whose bodies are being read or answered."""
 
     def entrance(self, door: Door) -> Callable[[], asyncio.Protocol]:
         """Return the protocol factory of a listening socket.
@@ -105,7 +113,7 @@ class Doors:
 
         def enter() -> asyncio.Protocol:
             self._forget_lost(door)
-            if len(door.lines) >= self.limits.lines:
+            if len(door.lines) >= (self.limits.port_lines if door.is_port else self.limits.lines):
                 going = longest_idle(list(door.lines.values()))
                 if going is None:
                     return _Refusal()
@@ -122,8 +130,11 @@ class Doors:
         return self._door_of[request.protocol]
 
     def close(self, door: Door) -> None:
-        """Let nobody in any more; connections that are open are told so until they have been silent for long enough."""
-        door.is_closed = True
+        """Let nobody in any more; connections that are open are told so until they have been silent for long enough.
+
+        The execution's histories are not kept for that long.
+        """
+        door.is_closed, door.session = True, None
         self._forget_lost(door)
         if door.lines:
             asyncio.get_running_loop().call_later(self.limits.silent_s, self._empty, door)
@@ -148,12 +159,15 @@ class Doors:
         """Read the body of a request; its bytes count against its execution until the request is answered.
 
         Raises:
-            CallError: It is too large, or the execution holds too much already.
+            CallError: It is too large, or the execution holds or asks too much already.
         """
+        if self._asking[execution_id] >= self.limits.lines:
+            raise _overloaded(f"{self._asking[execution_id]} requests open, expected at most {self.limits.lines}")
         limit = self.limits.body_bytes
         if (request.content_length or 0) > limit:
             raise _too_large(limit, request.content_length or 0)
         data = bytearray()
+        self._asking[execution_id] += 1
         try:
             async for part in request.content.iter_any():
                 data += part
@@ -162,16 +176,15 @@ class Doors:
                 if len(data) > limit:
                     raise _too_large(limit, len(data))
                 if held > self.limits.held_bytes:
-                    raise CallError(
-                        f"this execution has {held} bytes of requests open, expected at most {self.limits.held_bytes}",
-                        status=503,
-                        code="overloaded",
-                    )
+                    raise _overloaded(f"{held} bytes of requests open, expected at most {self.limits.held_bytes}")
             yield data
         finally:
             self._held_bytes[execution_id] = self._held_bytes.get(execution_id, 0) - len(data)
             if not self._held_bytes[execution_id]:
                 del self._held_bytes[execution_id]
+            self._asking[execution_id] -= 1
+            if not self._asking[execution_id]:
+                del self._asking[execution_id]
 
     # -- connections that go ----------------------------------------------------------------------------------
 
@@ -196,6 +209,16 @@ class Doors:
         for protocol, line in list(door.lines.items()):
             if not line.asking:
                 self._close(protocol)
+
+
+def raise_file_limit() -> None:
+    """Let this process have as many open files as the system allows it: an execution takes two and more of them."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _overloaded(what: str) -> CallError:
+    return CallError(f"this execution has {what}", status=503, code="overloaded")
 
 
 def _too_large(limit: int, seen: int) -> CallError:

@@ -17,7 +17,7 @@ from opengyre.core.protocols import CallStore, Engine
 from opengyre.core.types import Delivered
 from opengyre.proxy.bodies import Asked, BodyFiles, response_of
 from opengyre.proxy.dialects import COUNTERS, DIALECTS, Dialect, chat
-from opengyre.proxy.doors import Door, DoorLimits, Doors
+from opengyre.proxy.doors import Door, DoorLimits, Doors, raise_file_limit
 from opengyre.proxy.requests import Answer, ChatRequest, Json
 from opengyre.proxy.session import Session, SessionSpec
 from opengyre.trajectory.marks import Mark
@@ -106,7 +106,11 @@ class Proxy:
         router.add_route("*", "/{path:.*}", _other)
 
     async def start(self) -> None:
-        """Make ready to open executions."""
+        """Make ready to open executions.
+
+        Choice: the limit of open files is raised for the whole process; its usual 1024 is for programs that select().
+        """
+        raise_file_limit()
         self.failed = asyncio.get_running_loop().create_future()
         await self._runner.setup()
 
@@ -155,7 +159,7 @@ class Proxy:
         """
         loop = asyncio.get_running_loop()
         try:
-            server = await loop.create_server(self._doors.entrance(Door()), host, port, backlog=BACKLOG)
+            server = await loop.create_server(self._doors.entrance(Door(is_port=True)), host, port, backlog=BACKLOG)
         except OSError as error:
             raise InputError(f"{host}:{port}: cannot listen: {error.strerror or error}") from error
         self._tcp.append(server)
@@ -203,8 +207,9 @@ class Proxy:
 
         Choice: behind a socket of its own an execution needs no key, and one that it sends is not looked at.
         """
-        session = self._doors.door_of(request).session
-        if session is None:
+        door = self._doors.door_of(request)
+        session = door.session
+        if door.is_port:
             key = key_of(request)
             if key not in self._keys:
                 raise CallError(
@@ -216,7 +221,7 @@ class Proxy:
         elif "key" in request.match_info:
             raise CallError("this socket is one execution's own: no key in the path", status=404, code="not_found")
         if session is None:
-            raise CallError("the execution of this key is closed", status=410, code="execution_closed")
+            raise CallError("this execution is closed", status=410, code="execution_closed")
         session.check_open()
         return session
 
@@ -266,7 +271,7 @@ class Proxy:
             return
         is_counted = session.twins.is_owner(request_id)
         stored_id = session.twins.delivered(request_id, how)
-        if is_counted and self._doors.door_of(request).session is None:
+        if is_counted and self._doors.door_of(request).is_port:
             sent_bytes = len(text) if how is Delivered.COMPLETE else 0
             await self._store.record_delivery(session.spec.execution_id, stored_id, how, sent_bytes)
 
