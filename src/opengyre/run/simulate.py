@@ -17,6 +17,7 @@ from rich.table import Table
 from opengyre.core.errors import ConfigError, FileError, InputError
 from opengyre.report.console import console
 from opengyre.report.statistics import mean_interval
+from opengyre.run.replicate import replicate, show_levels
 from opengyre.run.simulate_page import simulate_page
 from opengyre.sim.bounds import latency_bound_s, work_bound_s
 from opengyre.sim.outcome import Outcome, shares, staleness, trained_tokens_per_hour
@@ -41,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, help="optimizer steps (default: the workload's)")
     parser.add_argument("--seeds", type=int, help="number of paired seeds 1, 2, ... (default: the workload's)")
     parser.add_argument("--regimes", metavar="NAME,...", help="of a file with regimes: only these (default: all)")
+    parser.add_argument(
+        "--replicate", action="store_true", help="settings of a grid in which the published ratios come out"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the cells' modes over time")
 
@@ -50,6 +54,8 @@ def main(arguments: argparse.Namespace) -> int:
     started_s = time.monotonic()
     rules = arguments.rules.split(",")
     workloads = chosen_workloads(arguments)
+    if arguments.replicate:
+        return _replicate(workloads, arguments)
     for workload in workloads.values():
         for rule in rules:
             settings_of("static:1" if rule == "static" and workload.cells > 1 else rule, workload)
@@ -62,6 +68,18 @@ def main(arguments: argparse.Namespace) -> int:
         show(studies)
     runs = sum(one.runs for one in studies)
     sys.stderr.write(f"{runs} simulated runs in {time.monotonic() - started_s:.1f} s\n")
+    return 0
+
+
+def _replicate(workloads: dict[str, Workload], arguments: argparse.Namespace) -> int:
+    levels = []
+    for name, workload in workloads.items():
+        seeds = workload.seeds if arguments.seeds is None else tuple(range(1, arguments.seeds + 1))
+        levels.append(replicate(name, workload, seeds))
+        if not arguments.json:
+            show_levels(levels[-1])
+    if arguments.json:
+        sys.stdout.write(msgspec.json.encode(_rounded({"levels": levels})).decode() + "\n")
     return 0
 
 
