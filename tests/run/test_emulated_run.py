@@ -8,13 +8,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from opengyre.cli import main as cli
 from opengyre.core.config import decode_config, load_config
 from opengyre.core.errors import ConfigError
-from opengyre.core.records import CellSpan, RepublicationRecord, StepRecord
+from opengyre.core.records import CellSpan, ExecutionRecord, RepublicationRecord, StepRecord
+from opengyre.core.types import Kind
 from opengyre.engine.emulated import EmulatedCosts, read_replies
 from opengyre.ledger.ledger import Ledger
 from opengyre.report.results import summarise
+from opengyre.run.calibrate import calibrate
 from opengyre.run.emulated import PLANNED, REPLIES, PlannedCall, emulated_costs
+from opengyre.run.folder import read_config
+from opengyre.run.recorded import recorded_sessions
 from opengyre.run.report_data import read_run
 from opengyre.run.supported import check_supported
 from opengyre.trajectory.recorded import tree_of
@@ -79,6 +84,32 @@ def test_a_run_on_five_emulated_cells_trains_and_its_executions_make_exactly_the
             assert any(call.wait_s == 0.01 for call in script)
     assert not planned
     ledger.close()
+    check_that_it_calibrates(tmp_path / "run", steps=len(steps))
+
+
+def check_that_it_calibrates(folder, *, steps):
+    """Costs come out near those of the options; the executions are those of the run, also as a trace."""
+    one = calibrate(folder)
+    fitted, given = {cost.key: cost.value for cost in one.costs}, emulated_costs(read_config(folder))
+    assert fitted["train_token_s"] == pytest.approx(given.train_token_s, rel=0.5)
+    assert 0 < one.decode.median_error < 0.8
+    assert one.workload.steps == steps
+    sampled = sum(end.sampled_tokens for end in recorded_ends(folder))
+    assert sum(call.output_tokens for session in one.recorded.sessions for call in session) == sampled
+    assert 0.2 < one.simulated_s / one.measured_s < 1.5
+    assert recorded_sessions(folder) == one.recorded.sessions
+    workload = folder / "again.toml"
+    workload.write_text(
+        'cells = 5\ngpus = 40\ntrace = "."\nkv_tokens_per_cell = 1e5\nsteps = 6\ncontext_high_tokens = 3e4\n'
+    )
+    assert cli(["simulate", str(workload), "--calibrate", str(folder), "--rules", "waterlevel"]) == 0
+
+
+def recorded_ends(folder):
+    ledger = Ledger.open(folder, read_only=True)
+    ends = [end for end in ledger.records(ExecutionRecord) if end.kind is Kind.TRAIN]
+    ledger.close()
+    return ends
 
 
 def test_costs_come_from_the_options_and_a_wrong_one_is_named():

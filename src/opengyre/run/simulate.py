@@ -17,6 +17,8 @@ from rich.table import Table
 from opengyre.core.errors import ConfigError, FileError, InputError
 from opengyre.report.console import console
 from opengyre.report.statistics import mean_interval
+from opengyre.run.calibrate import Calibration, calibrate, calibration_json, show_calibration
+from opengyre.run.recorded import is_run, recorded_sessions
 from opengyre.run.replicate import replicate, show_levels
 from opengyre.run.simulate_page import simulate_page
 from opengyre.sim.bounds import latency_bound_s, work_bound_s
@@ -24,6 +26,7 @@ from opengyre.sim.outcome import Outcome, shares, staleness, trained_tokens_per_
 from opengyre.sim.rules import FORMS, settings_of
 from opengyre.sim.study import Progress as StepProgress
 from opengyre.sim.study import RuleResult, Study, study
+from opengyre.sim.traces import Session
 from opengyre.sim.workload import Workload, load_workloads
 
 RULES = ("lookahead", "waterlevel", "waterlevel:1.0:0", "colocate", "static")
@@ -37,7 +40,10 @@ LEGEND = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
-    parser.add_argument("workload", type=Path, metavar="WORKLOAD.toml")
+    parser.add_argument("workload", type=Path, nargs="?", metavar="WORKLOAD.toml")
+    parser.add_argument(
+        "--calibrate", type=Path, metavar="RUN", help="costs from a recorded run; without a workload, all from it"
+    )
     parser.add_argument("--rules", default=",".join(RULES), help=f"comma-separated: {FORMS} (static: best by search)")
     parser.add_argument("--steps", type=int, help="optimizer steps (default: the workload's)")
     parser.add_argument("--seeds", type=int, help="number of paired seeds 1, 2, ... (default: the workload's)")
@@ -53,18 +59,27 @@ def main(arguments: argparse.Namespace) -> int:
     """Run every rule on every workload of the file and print the tables."""
     started_s = time.monotonic()
     rules = arguments.rules.split(",")
-    workloads = chosen_workloads(arguments)
+    calibration = None if arguments.calibrate is None else calibrate(arguments.calibrate)
+    workloads = chosen_workloads(arguments, calibration)
     if arguments.replicate:
         return _replicate(workloads, arguments)
     for workload in workloads.values():
         for rule in rules:
             settings_of("static:1" if rule == "static" and workload.cells > 1 else rule, workload)
-    studies = run_studies(workloads, rules, seeds=arguments.seeds)
+    recorded = () if calibration is None or arguments.workload is not None else calibration.recorded.sessions
+    studies = run_studies(workloads, rules, seeds=arguments.seeds, sessions=recorded)
     if arguments.html is not None:
         write_page(arguments.html, studies)
     if arguments.json:
-        sys.stdout.write(msgspec.json.encode(json_of(studies)).decode() + "\n")
+        found = (
+            json_of(studies)
+            if calibration is None
+            else {**json_of(studies), "calibration": _rounded(calibration_json(calibration))}
+        )
+        sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
     else:
+        if calibration is not None:
+            show_calibration(calibration)
         show(studies)
     runs = sum(one.runs for one in studies)
     sys.stderr.write(f"{runs} simulated runs in {time.monotonic() - started_s:.1f} s\n")
@@ -83,7 +98,7 @@ def _replicate(workloads: dict[str, Workload], arguments: argparse.Namespace) ->
     return 0
 
 
-def chosen_workloads(arguments: argparse.Namespace) -> dict[str, Workload]:
+def chosen_workloads(arguments: argparse.Namespace, calibration: Calibration | None = None) -> dict[str, Workload]:
     """Return the workloads that the command line asks for.
 
     Raises:
@@ -91,7 +106,7 @@ def chosen_workloads(arguments: argparse.Namespace) -> dict[str, Workload]:
     """
     if arguments.seeds is not None and arguments.seeds < 1:
         raise InputError(f"--seeds {arguments.seeds}: expected at least 1")
-    workloads = load_workloads(arguments.workload)
+    workloads = _named_workloads(arguments.workload, calibration)
     if arguments.regimes is not None:
         names = arguments.regimes.split(",")
         unknown = [name for name in names if name not in workloads]
@@ -105,8 +120,32 @@ def chosen_workloads(arguments: argparse.Namespace) -> dict[str, Workload]:
     return {name: msgspec.structs.replace(one, steps=arguments.steps) for name, one in workloads.items()}
 
 
-def run_studies(workloads: dict[str, Workload], rules: Sequence[str], *, seeds: int | None) -> list[Study]:
-    """Run all rules on all workloads under a progress bar on the error stream, where that is a terminal."""
+def _named_workloads(path: Path | None, calibration: Calibration | None) -> dict[str, Workload]:
+    if path is not None:
+        workloads = load_workloads(path)
+        if calibration is None:
+            return workloads
+        return {name: calibration.applied_to(one) for name, one in workloads.items()}
+    if calibration is None:
+        raise InputError("simulate: expected WORKLOAD.toml, --calibrate RUN, or both")
+    return {calibration.run: calibration.workload}
+
+
+def run_studies(
+    workloads: dict[str, Workload],
+    rules: Sequence[str],
+    *,
+    seeds: int | None,
+    sessions: tuple[Session, ...] = (),
+) -> list[Study]:
+    """Run all rules on all workloads under a progress bar on the error stream, where that is a terminal.
+
+    Args:
+        workloads: By name; one whose trace is the folder of a run takes its executions.
+        rules: As on the command line.
+        seeds: How many; None for the workloads' own.
+        sessions: Recorded executions that stand for every workload's own.
+    """
     found: list[Study] = []
     errors = Console(stderr=True)
     with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
@@ -115,7 +154,9 @@ def run_studies(workloads: dict[str, Workload], rules: Sequence[str], *, seeds: 
 
             label = f"{number}/{len(workloads)} {name}"
             chosen = tuple(range(1, seeds + 1)) if seeds is not None else workload.seeds
-            found.append(study(name, workload, rules, chosen, _shown_on(bar, task, label)))
+            path = Path(workload.trace)
+            work = recorded_sessions(path) if workload.trace and is_run(path) else sessions
+            found.append(study(name, workload, rules, chosen, _shown_on(bar, task, label), work))
             bar.remove_task(task)
     return found
 
@@ -219,15 +260,14 @@ def study_json(one: Study) -> dict[str, Any]:
     }
 
 
-def json_of(studies: Sequence[Study]) -> object:
+def json_of(studies: Sequence[Study]) -> dict[str, Any]:
     """Return the JSON object: of one workload its figures, of several a list and the summary.
 
     Choice: ``wall_s`` is virtual time, so that a seed gives the same bytes.
     """
     listed = [study_json(one) for one in studies]
-    if len(listed) == 1:
-        return _rounded(listed[0])
-    return _rounded({"regimes": listed, "summary": summary_of(studies)})
+    found = listed[0] if len(listed) == 1 else {"regimes": listed, "summary": summary_of(studies)}
+    return {key: _rounded(value) for key, value in found.items()}
 
 
 def summary_of(studies: Sequence[Study]) -> list[dict[str, Any]]:

@@ -76,7 +76,10 @@ class JobSource:
         """Return the work of a slot; an attempt after a drop has the same."""
         draws = generator(self._seed, group_id, slot)
         if self._sessions:
-            return self._recorded(self._sessions[draws.randrange(len(self._sessions))], group_id)
+            index = draws.randrange(len(self._sessions))
+            if self._workload.trace_in_order:
+                index = (group_id * self._workload.group_size + slot) % len(self._sessions)
+            return self._recorded(self._sessions[index], group_id)
         return self._drawn(draws, group_id, slot)
 
     def _drawn(self, draws: random.Random, group_id: int, slot: int) -> Job:

@@ -71,15 +71,22 @@ class Runner:
         workload: Sizes and costs.
         seeds: One run each.
         progress: Told after each optimizer step.
+        sessions: Recorded executions; without them the workload's trace is read.
 
     Example: ``Runner(workload, (1, 2, 3)).result("static:2").hours(workload)``.
     """
 
-    def __init__(self, workload: Workload, seeds: Sequence[int], progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        seeds: Sequence[int],
+        progress: Progress | None = None,
+        sessions: tuple[Session, ...] = (),
+    ) -> None:
         self.workload = workload
         self._seeds = tuple(seeds)
         self._progress = progress
-        self._sessions = _sessions_of(workload)
+        self._sessions = _fitting(sessions or _sessions_of(workload), workload)
         self._done: dict[str, RuleResult] = {}
         self._relaxed_runs = 0
 
@@ -112,7 +119,7 @@ class Runner:
             return None
         cells = self.workload.cells
         doubled = msgspec.structs.replace(self.workload, cells=2 * cells, gpus=2 * self.workload.gpus)
-        runner = Runner(doubled, self._seeds, self._progress)
+        runner = Runner(doubled, self._seeds, self._progress, self._sessions)
         hours = tuple(runner.result(f"static:{cells}").each_hours(doubled))
         self._relaxed_runs = runner.runs
         return hours
@@ -137,23 +144,29 @@ class Runner:
 
 
 def _sessions_of(workload: Workload) -> tuple[Session, ...]:
-    if not workload.trace:
-        return ()
-    sessions = load_trace(Path(workload.trace))
-    longest = max(call.context_tokens for session in sessions for call in session)
+    return load_trace(Path(workload.trace)) if workload.trace else ()
+
+
+def _fitting(sessions: tuple[Session, ...], workload: Workload) -> tuple[Session, ...]:
+    longest = max((call.context_tokens for session in sessions for call in session), default=0.0)
     if longest > RESUME_SHARE * workload.kv_capacity_tokens:
         raise ConfigError(
             f"kv_tokens_per_cell = {workload.kv_tokens_per_cell:g}: a cell holds {workload.kv_capacity_tokens:.0f} "
-            f"tokens, one context of {workload.trace} has {longest:.0f}"
+            f"tokens, one context of {workload.trace or 'the run'} has {longest:.0f}"
         )
     return sessions
 
 
 def study(
-    name: str, workload: Workload, rules: Sequence[str], seeds: Sequence[int], progress: Progress | None = None
+    name: str,
+    workload: Workload,
+    rules: Sequence[str],
+    seeds: Sequence[int],
+    progress: Progress | None = None,
+    sessions: tuple[Session, ...] = (),
 ) -> Study:
     """Run the rules; ``static`` without a number stands for the best split found by search."""
-    runner = Runner(workload, seeds, progress)
+    runner = Runner(workload, seeds, progress, sessions)
     best = runner.best_split() if "static" in rules else None
     names = [f"static:{best}" if rule == "static" else rule for rule in rules if rule != "static" or best is not None]
     results = tuple(runner.result(rule) for rule in names)

@@ -122,7 +122,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     environment_cycle_steps: Positive = 1
     """Steps' worth of groups of each phase."""
     trace: str = ""
-    """Executions of a trace instead of drawn ones: a folder or file, from the folder of the workload."""
+    """Executions of a trace or of a run instead of drawn ones: a folder or file, from the folder of the workload."""
+    trace_in_order: bool = False
+    """Group g, slot s takes execution g N + s of the trace (round and round) instead of one by chance."""
     trace_gap_cap_s: NotNegativeFloat = 600.0
     """Longest gap between two calls of a trace: people who went away are not the environment."""
     steps: Positive = 48
