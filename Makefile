@@ -38,7 +38,7 @@ gpu: setup-dev  ## The tests that need a CUDA device; skipped where there is non
 soak: setup-dev  ## 500 executions through one proxy; says what its memory did (a minute).
 	$(BIN)/pytest -m slow tests/proxy/test_soak.py -s $(ARGS)
 
-harnesses: setup-dev  ## Install eight real harnesses and run each against a scripted model (15 minutes, needs npm).
+harnesses: setup-dev  ## Install eight real harnesses and run each against a scripted model (23 minutes, needs npm).
 	$(BIN)/pytest -m harness tests/harnesses -n 5 --dist worksteal $(ARGS)
 
 REGIMES ?= $(shell sed -n '/^\[regimes\]/,/^\[paper\]/s/^\([a-z0-9-]*\) = .*/\1/p' recipes/workloads/regimes.toml)
