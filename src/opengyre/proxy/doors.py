@@ -2,7 +2,7 @@
 
 import asyncio
 import resource
-from collections import Counter
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -70,6 +70,14 @@ class Door:
     lines: dict[web.RequestHandler, Line] = field(default_factory=dict)
 
 
+@dataclass
+class _Held:
+    """What an execution has open: requests that are being read or answered, and the bytes of their bodies."""
+
+    requests: int = 0
+    body_bytes: int = 0
+
+
 def longest_idle(lines: list[Line]) -> int | None:
     """Return which of the connections has asked nothing for longest, if one is idle.
 
@@ -99,10 +107,8 @@ class Doors:
         self._make = make
         self.limits = limits
         self._door_of: dict[web.RequestHandler, Door] = {}
-        self._held_bytes: dict[str, int] = {}
-        """Execution to bytes of the bodies that are being read or answered."""
-        self._asking: Counter[str] = Counter()
-        """Execution to requests whose bodies are being read or answered."""
+        self._held: defaultdict[str, _Held] = defaultdict(_Held)
+        """By execution, of those that ask something."""
 
     def entrance(self, door: Door) -> Callable[[], asyncio.Protocol]:
         """Return the protocol factory of a listening socket.
@@ -161,30 +167,30 @@ class Doors:
         Raises:
             CallError: It is too large, or the execution holds or asks too much already.
         """
-        if self._asking[execution_id] >= self.limits.lines:
-            raise _overloaded(f"{self._asking[execution_id]} requests open, expected at most {self.limits.lines}")
         limit = self.limits.body_bytes
-        if (request.content_length or 0) > limit:
-            raise _too_large(limit, request.content_length or 0)
+        held = self._held[execution_id]
+        if held.requests >= self.limits.lines:
+            raise _overloaded(f"{held.requests} requests open, expected at most {self.limits.lines}")
         data = bytearray()
-        self._asking[execution_id] += 1
+        held.requests += 1
         try:
+            if (request.content_length or 0) > limit:
+                raise _too_large(limit, request.content_length or 0)
             async for part in request.content.iter_any():
                 data += part
-                held = self._held_bytes.get(execution_id, 0) + len(part)
-                self._held_bytes[execution_id] = held
+                held.body_bytes += len(part)
                 if len(data) > limit:
                     raise _too_large(limit, len(data))
-                if held > self.limits.held_bytes:
-                    raise _overloaded(f"{held} bytes of requests open, expected at most {self.limits.held_bytes}")
+                if held.body_bytes > self.limits.held_bytes:
+                    raise _overloaded(
+                        f"{held.body_bytes} bytes of requests open, expected at most {self.limits.held_bytes}"
+                    )
             yield data
         finally:
-            self._held_bytes[execution_id] = self._held_bytes.get(execution_id, 0) - len(data)
-            if not self._held_bytes[execution_id]:
-                del self._held_bytes[execution_id]
-            self._asking[execution_id] -= 1
-            if not self._asking[execution_id]:
-                del self._asking[execution_id]
+            held.body_bytes -= len(data)
+            held.requests -= 1
+            if not held.requests:
+                del self._held[execution_id]
 
     # -- connections that go ----------------------------------------------------------------------------------
 

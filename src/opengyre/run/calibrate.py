@@ -7,10 +7,8 @@ from statistics import fmean, median
 from typing import Any
 
 import msgspec
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
-from opengyre.report.console import console
+from opengyre.report.console import console, plain_table
 from opengyre.run.build import schedule_settings
 from opengyre.run.recorded import Recorded, read_recorded
 from opengyre.sim.fit import DecodeFit, fit_decode
@@ -56,7 +54,7 @@ class Calibration:
 
     def applied_to(self, workload: Workload) -> Workload:
         """Return another workload with the fitted costs."""
-        return msgspec.structs.replace(workload, **{cost.key: cost.value for cost in self.costs})
+        return _with_costs(workload, self.costs)
 
 
 def calibrate(folder: Path) -> Calibration:
@@ -125,7 +123,11 @@ def _workload(recorded: Recorded, costs: Sequence[Cost]) -> Workload:
         context_high_tokens=0.0,
         trace_in_order=True,
     )
-    return msgspec.structs.replace(sizes, **{cost.key: cost.value for cost in costs})
+    return _with_costs(sizes, costs)
+
+
+def _with_costs(workload: Workload, costs: Sequence[Cost]) -> Workload:
+    return msgspec.structs.replace(workload, **{cost.key: cost.value for cost in costs})
 
 
 def _own_run_s(recorded: Recorded, workload: Workload) -> float:
@@ -153,9 +155,7 @@ def calibration_json(one: Calibration) -> dict[str, Any]:
 def show_calibration(one: Calibration) -> None:
     """Print the fitted costs with their errors, and the run itself beside its simulation."""
     title = f"costs of a cell of {one.run}"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in ("key", "seconds", "samples", "median error"):
-        table.add_column(name, justify="left" if name == "key" else "right", no_wrap=True)
+    table = plain_table(title, ("key", "seconds", "samples", "median error"), left=("key",), gap=1)
     for cost in one.costs:
         error = "-" if cost.error is None else f"{cost.error:.0%}"
         table.add_row(cost.key, f"{cost.value:.3g}", str(cost.samples), error)

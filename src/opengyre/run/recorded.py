@@ -34,7 +34,6 @@ class StepTimes:
     Example: ``step_times(ledger).micro_steps["g0-m0"]`` is (tokens, seconds).
     """
 
-    tokens: dict[str, int] = field(default_factory=dict)
     micro_steps: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Micro-step to (row tokens, seconds of its forward-backward)."""
     optimizer_s: list[float] = field(default_factory=list)
@@ -125,15 +124,15 @@ def _trained(ends: Iterable[ExecutionRecord]) -> list[ExecutionRecord]:
 def step_times(ledger: Ledger) -> StepTimes:
     """Return what the scheduler's log says of training."""
     times = StepTimes()
-    closed_s = 0.0
+    closed_s, tokens_of = 0.0, dict[str, int]()
     for logged in ledger.events():
         match decode_event(logged.event):
             case WeightsPublished(version=0):
                 times.started_s = logged.now_s
             case MicroStepReady(micro_step_id=name, tokens=tokens):
-                times.tokens[name] = tokens
+                tokens_of[name] = tokens
             case MicroStepDone(micro_step_id=name, seconds=seconds):
-                times.micro_steps[name] = (times.tokens[name], seconds)
+                times.micro_steps[name] = (tokens_of[name], seconds)
             case StepDone():
                 times.optimizer_s.append(logged.now_s - closed_s)
                 times.ended_s, times.steps = logged.now_s, times.steps + 1

@@ -7,12 +7,10 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
-from opengyre.report.console import console
+from opengyre.report.console import console, plain_table
 from opengyre.sim.levels import ELASTIC, Agreement, Measured, agreements, grid, measure, targets
 from opengyre.sim.workload import Workload
 
@@ -87,9 +85,8 @@ def show_levels(level: dict[str, Any]) -> None:
         f"{level['workload']}: K {level['cells']}, {level['steps']} steps, seeds {len(level['seeds'])}; settings of "
         f"{level['settings']} with Async {low[0]:.2f}-{low[1]:.2f} and Colocate {high[0]:.2f}-{high[1]:.2f}"
     )
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0), pad_edge=False)
-    for name in ("rule", "load", "training", "phi", "mu", "Async", "ratio", "Colocate", "ratio", "best static"):
-        table.add_column(name, justify="left" if name in ("rule", "Async", "Colocate") else "right", no_wrap=True)
+    names = ("rule", "load", "training", "phi", "mu", "Async", "ratio", "Colocate", "ratio", "best static")
+    table = plain_table(title, names, left=("rule", "Async", "Colocate"))
     for row in level["agreeing"]:
         table.add_row(
             row["elastic"],

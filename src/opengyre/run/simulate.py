@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from opengyre.core.errors import ConfigError, FileError, InputError
-from opengyre.report.console import console
+from opengyre.report.console import console, plain_table
 from opengyre.report.statistics import mean_interval
 from opengyre.run.calibrate import Calibration, calibrate, calibration_json, show_calibration
 from opengyre.run.recorded import is_run, recorded_sessions
@@ -71,11 +70,9 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.html is not None:
         write_page(arguments.html, studies)
     if arguments.json:
-        found = (
-            json_of(studies)
-            if calibration is None
-            else {**json_of(studies), "calibration": _rounded(calibration_json(calibration))}
-        )
+        found = json_of(studies)
+        if calibration is not None:
+            found["calibration"] = _rounded(calibration_json(calibration))
         sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
     else:
         if calibration is not None:
@@ -89,8 +86,7 @@ def main(arguments: argparse.Namespace) -> int:
 def _replicate(workloads: dict[str, Workload], arguments: argparse.Namespace) -> int:
     levels = []
     for name, workload in workloads.items():
-        seeds = workload.seeds if arguments.seeds is None else tuple(range(1, arguments.seeds + 1))
-        levels.append(replicate(name, workload, seeds))
+        levels.append(replicate(name, workload, seeds_of(workload, arguments.seeds)))
         if not arguments.json:
             show_levels(levels[-1])
     if arguments.json:
@@ -118,6 +114,15 @@ def chosen_workloads(arguments: argparse.Namespace, calibration: Calibration | N
     if arguments.steps < 1:
         raise ConfigError(f"--steps {arguments.steps}: expected at least 1")
     return {name: msgspec.structs.replace(one, steps=arguments.steps) for name, one in workloads.items()}
+
+
+def seeds_of(workload: Workload, asked: int | None) -> tuple[int, ...]:
+    """Return the seeds 1, 2, ... where a number of them is asked for, else the workload's.
+
+    >>> seeds_of(Workload(seeds=(7,)), 2), seeds_of(Workload(seeds=(7,)), None)
+    ((1, 2), (7,))
+    """
+    return workload.seeds if asked is None else tuple(range(1, asked + 1))
 
 
 def _named_workloads(path: Path | None, calibration: Calibration | None) -> dict[str, Workload]:
@@ -153,10 +158,9 @@ def run_studies(
             task = bar.add_task(name, total=workload.steps)
 
             label = f"{number}/{len(workloads)} {name}"
-            chosen = tuple(range(1, seeds + 1)) if seeds is not None else workload.seeds
             path = Path(workload.trace)
             work = recorded_sessions(path) if workload.trace and is_run(path) else sessions
-            found.append(study(name, workload, rules, chosen, _shown_on(bar, task, label), work))
+            found.append(study(name, workload, rules, seeds_of(workload, seeds), _shown_on(bar, task, label), work))
             bar.remove_task(task)
     return found
 
@@ -327,7 +331,7 @@ def table_of(one: Study) -> Table:
         f"{one.name}: {workload.steps} steps, B {workload.batch_groups}, N {workload.group_size}, K {workload.cells}, "
         f"phi {workload.phi}, mu {workload.mu}, seeds {len(one.results[0].outcomes)}"
     )
-    table = _plain_table(title, ("rule", "h/step", "tok/h", "roll", "train", "late", "d", "moved", "bound", "split"))
+    table = plain_table(title, ("rule", "h/step", "tok/h", "roll", "train", "late", "d", "moved", "bound", "split"))
     for row in rows_of(one):
         over = row["over_best_static"]
         table.add_row(
@@ -350,17 +354,10 @@ def _half_width(ratio: dict[str, float | None]) -> str:
     return "" if low is None or high is None else f" ±{(high - low) / 2:.3f}"
 
 
-def _plain_table(title: str, names: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0), pad_edge=False)
-    for name in names:
-        table.add_column(name, justify="left" if name == "rule" else "right", no_wrap=True)
-    return table
-
-
 def summary_table(studies: Sequence[Study]) -> Table:
     """Return the rules over all workloads as a table."""
     names = ("rule", "over best split", "least", "over best baseline", "least", "bound")
-    table = _plain_table(f"{len(studies)} workloads", names)
+    table = plain_table(f"{len(studies)} workloads", names)
     for row in summary_of(studies):
         values = list(row.values())
         table.add_row(values[0], *("-" if value is None else f"{value:.3f}" for value in values[1:]))
