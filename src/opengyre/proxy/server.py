@@ -18,6 +18,7 @@ from opengyre.core.types import Delivered
 from opengyre.proxy.bodies import Asked, BodyFiles, response_of
 from opengyre.proxy.dialects import COUNTERS, DIALECTS, Dialect, chat
 from opengyre.proxy.doors import Door, DoorLimits, Doors, raise_file_limit
+from opengyre.proxy.items import decoded_object
 from opengyre.proxy.requests import Answer, ChatRequest, Json
 from opengyre.proxy.session import Session, SessionSpec
 from opengyre.trajectory.marks import Mark
@@ -232,9 +233,11 @@ class Proxy:
             session = self._session(request)
             request_id = request_id or f"{session.spec.execution_id}-{time.monotonic_ns()}"
             async with self._doors.body(request, session.spec.execution_id) as data:
-                body = _decoded(data)
+                body = session.reader.read(data)
                 is_streamed = body.get("stream") is True
-                asked = Asked(dialect.NAME, path_of(request), request.headers, body, time.monotonic())
+                if self._bodies is not None:
+                    whole = decoded_object(data)
+                    asked = Asked(dialect.NAME, path_of(request), request.headers, whole, time.monotonic())
                 parsed = dialect.parse_request(body)
                 mark = session.spec.marks.read(path_of(request), request.headers, body)
                 if parsed.is_compaction:
@@ -242,9 +245,11 @@ class Proxy:
                 answer = await self._answer(session, parsed, mark, request_id, partial(_is_gone, request))
         except CallError as error:
             if self._bodies is not None and asked is not None:
-                self._bodies.keep(session.spec.execution_id, asked, error.status, _decoded(dialect.error_body(error)))
+                self._bodies.keep(
+                    session.spec.execution_id, asked, error.status, decoded_object(dialect.error_body(error))
+                )
             return _refusal(dialect, error, is_streamed=is_streamed)
-        if self._bodies is not None:
+        if self._bodies is not None and asked is not None:
             self._bodies.keep(session.spec.execution_id, asked, 200, response_of(dialect, parsed, answer))
         if parsed.stream:
             text = b"".join(dialect.stream_chunks(parsed, answer))
@@ -282,7 +287,7 @@ class Proxy:
         try:
             session = self._session(request)
             async with self._doors.body(request, session.spec.execution_id) as data:
-                tokens = session.prompt_tokens(dialect.parse_request(_decoded(data)))
+                tokens = session.prompt_tokens(dialect.parse_request(session.reader.read(data)))
         except CallError as error:
             return _refusal(dialect, error, is_streamed=False)
         return web.Response(body=count_body(tokens), content_type="application/json")
@@ -410,15 +415,3 @@ def _refusal(dialect: Dialect, error: CallError, *, is_streamed: bool) -> web.Re
 def _model_card(model: str) -> Json:
     card = {"id": model, "object": "model", "created": 0, "owned_by": "opengyre"}
     return {**card, "type": "model", "display_name": model, "created_at": "1970-01-01T00:00:00Z"}
-
-
-def _decoded(data: bytes | bytearray) -> Json:
-    try:
-        body = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CallError(f"the body is not JSON: {error}") from error
-    except RecursionError as error:
-        raise CallError("the body is not JSON that can be read: it is nested too deeply") from error
-    if not isinstance(body, dict):
-        raise CallError(f"the body is {type(body).__name__}, expected an object")
-    return body

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
 import xxhash
 
 from opengyre.core.chat import ChatRenderer, Message
@@ -18,6 +17,8 @@ from opengyre.core.types import (
     SamplingLaw,
     Verdict,
 )
+from opengyre.proxy.items import BodyReader
+from opengyre.proxy.paths import Path, PathTokens
 from opengyre.proxy.requests import Answer, AnswerChoice, ChatRequest
 from opengyre.proxy.stopping import stopped
 from opengyre.proxy.twins import Twins
@@ -63,20 +64,15 @@ class Prepared:
     call_id: str
     request_id: str
     seq: int
+    path: Path
+    """The prompt as a path, [C]."""
     context: Int32Array
+    """Its tokens."""
     parent_call_id: str | None
     shared: int
     generate: GenerateRequest
     choice_index: int
     started_s: float
-
-
-class _Recorded(msgspec.Struct, frozen=True, gc=False):
-    """What an answered call adds to the path of its parent."""
-
-    parent: str | None
-    tail: Int32Array
-    output: Int32Array
 
 
 @dataclass
@@ -92,9 +88,9 @@ class Session:
     renderer: ChatRenderer
     is_closed: bool = False
     twins: Twins = field(default_factory=Twins)
+    reader: BodyReader = field(default_factory=BodyReader)
     _paths: PathIndex = field(default_factory=PathIndex)
-    _recorded: dict[str, _Recorded] = field(default_factory=dict)
-    """Call id to its tokens; those of a path are put together when they are wanted, else memory were quadratic."""
+    _tokens: PathTokens = field(default_factory=PathTokens)
     _ordinals: dict[tuple[str, int], int] = field(default_factory=dict)
     _seq: int = 0
     _minted: int = 0
@@ -108,7 +104,9 @@ class Session:
         """
         self.check_open()
         match = self._paths.match(request.messages, request.tools)
-        context, parent, shared, verdict = self._context(request, match)
+        before, added, parent, verdict = self._prompt(request, match)
+        path = self._tokens.grown(before, added)
+        context = path.tokens()
         match = Match(match.call_id, match.covered, match.keys, verdict, match.first_difference)
         room = self.spec.context_tokens - len(context)
         if room < 1:
@@ -126,9 +124,10 @@ class Session:
                     call_id=call_id,
                     request_id=request_id,
                     seq=self._seq,
+                    path=path,
                     context=context,
                     parent_call_id=parent,
-                    shared=shared,
+                    shared=0 if before is None else before.length,
                     generate=generate,
                     choice_index=choice,
                     started_s=now_s,
@@ -144,7 +143,8 @@ class Session:
             CallError: The execution is closed.
         """
         self.check_open()
-        return len(self._context(request, self._paths.match(request.messages, request.tools))[0])
+        before, added, _, _ = self._prompt(request, self._paths.match(request.messages, request.tools))
+        return len(added) + (0 if before is None else before.length)
 
     def check_open(self) -> None:
         """Refuse an execution that is over.
@@ -155,27 +155,17 @@ class Session:
         if self.is_closed:
             raise CallError(f"execution {self.spec.execution_id} is closed", status=410, code="execution_closed")
 
-    def _context(self, request: ChatRequest, match: Match) -> tuple[Int32Array, str | None, int, Verdict]:
-        """Return prompt tokens, the stored call they continue, how many tokens are shared with it, and the verdict."""
+    def _prompt(self, request: ChatRequest, match: Match) -> tuple[Path | None, Int32Array, str | None, Verdict]:
+        """Return the path that the prompt goes on from, the tokens behind it, the call of that path, the verdict."""
         if match.call_id is not None and self.renderer.is_prefix_stable:
-            path = self._path(match.call_id)
-            asked = len(path) - len(self._recorded[match.call_id].output)
+            path, asked = self._tokens.of(match.call_id)
+            tokens = path.tokens()
             added = request.messages[match.covered :]
-            tail = self.renderer.bridge(path[:asked], path[asked:], added, request.tools)
+            tail = self.renderer.bridge(tokens[:asked], tokens[asked:], added, request.tools)
             if tail is not None:
-                return np.concatenate((path, tail)), match.call_id, len(path), match.verdict
+                return path, tail, match.call_id, match.verdict
         verdict = Verdict.RENDERED if match.verdict is Verdict.RESTORED else match.verdict
-        return self.renderer.render(request.messages, request.tools), None, 0, verdict
-
-    def _path(self, call_id: str) -> Int32Array:
-        """Return context + output of a recorded call, int32."""
-        parts: list[Int32Array] = []
-        at: str | None = call_id
-        while at is not None:
-            recorded = self._recorded[at]
-            parts += (recorded.output, recorded.tail)
-            at = recorded.parent
-        return np.concatenate(parts[::-1])
+        return None, self.renderer.render(request.messages, request.tools), None, verdict
 
     def _generate(
         self, request: ChatRequest, agent: str, context: Int32Array, call_id: str, room: int
@@ -200,7 +190,7 @@ class Session:
         agent, so an execution is repeatable under any scheduler.
         """
         spec = self.spec
-        context_hash = xxhash.xxh3_64_intdigest(context.tobytes())
+        context_hash = xxhash.xxh3_64_intdigest(context.data)
         ordinal = self._ordinals.get((agent, context_hash), 0)
         self._ordinals[agent, context_hash] = ordinal + 1
         key = (spec.run_seed, spec.kind.value, spec.group_id, spec.slot, spec.attempt, agent, context_hash, ordinal)
@@ -220,7 +210,8 @@ class Session:
         key = self._paths.add(prepared.call_id, prepared.match.keys, reply)
         self._roles.answered(prepared.call_id, reply)
         tail = prepared.context[prepared.shared :].copy()  # a view would keep the whole context
-        self._recorded[prepared.call_id] = _Recorded(prepared.parent_call_id, tail, generation.output)
+        path = self._tokens.grown(prepared.path, generation.output)
+        self._tokens.record(prepared.call_id, path, prepared.path.length)
         call = Call(
             execution_id=self.spec.execution_id,
             call_id=prepared.call_id,

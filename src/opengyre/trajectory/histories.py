@@ -8,6 +8,7 @@ import xxhash
 
 from opengyre.core.chat import Message, Tool
 from opengyre.core.types import Role
+from opengyre.trajectory.heads import Heads
 
 LINE_CHARACTERS = 16
 SYSTEM_ROLES = ("system", "developer")
@@ -48,7 +49,7 @@ class Agent:
 class SeenRequest:
     """One request as the tracker keeps it.
 
-    Example: ``seen_request("c0", 0, messages, tools, chain_of(messages))``.
+    Example: ``seen_request("c0", 0, messages, tools, chain_of(messages, Heads(key_behind)))``.
     """
 
     guess: RoleGuess
@@ -72,15 +73,20 @@ class SeenRequest:
         return (self.system, self.toolset)
 
 
-def chain_of(messages: Sequence[Message]) -> list[int]:
-    """Return a key behind each message that is no system text; it stands for all messages up to there."""
-    chain: list[int] = []
-    key = 0
-    for message in messages:
-        if message.role not in SYSTEM_ROLES:
-            key = message_key(message, key)
-            chain.append(key)
-    return chain
+def chain_of(messages: Sequence[Message], heads: Heads[int]) -> list[int]:
+    """Return a key behind each message that is no system text; it stands for all messages up to there.
+
+    Args:
+        messages: The history.
+        heads: Values of ``key_behind``, kept from one request to the next.
+    """
+    keys = heads.values(messages)
+    return [key for key, message in zip(keys, messages, strict=True) if message.role not in SYSTEM_ROLES]
+
+
+def key_behind(message: Message, before: int | None) -> int:
+    """Return the key behind a message, given that behind the one before it."""
+    return (before or 0) if message.role in SYSTEM_ROLES else message_key(message, before or 0)
 
 
 def seen_request(

@@ -18,6 +18,7 @@ import xxhash
 
 from opengyre.core.chat import Message, Tool
 from opengyre.core.types import Verdict
+from opengyre.trajectory.heads import Heads
 
 _ENCODER = msgspec.msgpack.Encoder()
 
@@ -63,6 +64,7 @@ class PathIndex:
     _replies: dict[int, list[_Reply]] = field(default_factory=dict)
     """Key of a request's last message to its recorded replies."""
     _known: set[int] = field(default_factory=set)
+    _digests: Heads[bytes] = field(default_factory=lambda: Heads(_digest))
 
     def add(self, call_id: str, request_keys: Sequence[int], reply: Message) -> int:
         """Store a call's path and return the key of its reply."""
@@ -80,6 +82,7 @@ class PathIndex:
         call_id, covered = None, 0
         is_rewritten = False
         first_difference = -1
+        digests = self._digests.values(messages)
         for index, message in enumerate(messages):
             is_reply = message.role == "assistant"
             reply = self._fitting(key, message) if is_reply and key in self._replies else None
@@ -88,7 +91,7 @@ class PathIndex:
                 call_id, covered, is_rewritten = reply.call_id, index + 1, False
             else:
                 is_rewritten |= is_reply and key in self._replies
-                key = _chained(key, _ENCODER.encode(message), is_reply=is_reply)
+                key = _chained(key, digests[index], is_reply=is_reply)
                 if first_difference < 0 and key not in self._known:
                     first_difference = index
             keys.append(key)
@@ -124,6 +127,10 @@ def is_reply_key(key: int) -> bool:
     [False, True]
     """
     return bool(key & 1)
+
+
+def _digest(message: Message, _: bytes | None) -> bytes:
+    return xxhash.xxh3_128_digest(_ENCODER.encode(message))
 
 
 def _chained(key: int, data: bytes, *, is_reply: bool) -> int:

@@ -16,6 +16,7 @@ import msgspec
 
 from opengyre.core.chat import Message, Tool
 from opengyre.core.types import Role
+from opengyre.trajectory.heads import Heads
 from opengyre.trajectory.histories import (
     SYSTEM_ROLES,
     Agent,
@@ -24,6 +25,7 @@ from opengyre.trajectory.histories import (
     chain_of,
     holds,
     is_text,
+    key_behind,
     lines_of,
     seen_request,
     texts_of,
@@ -60,6 +62,7 @@ class RoleTracker:
     _summary_closings: set[int] = field(default_factory=set)
     """Last user text of calls that continue a history and were proven to be summaries."""
     _revised: dict[str, RoleGuess] = field(default_factory=dict)
+    _chains: Heads[int] = field(default_factory=lambda: Heads(key_behind))
 
     # -- what the user of a tracker calls ---------------------------------------------------------------------
 
@@ -67,7 +70,7 @@ class RoleTracker:
         self, call_id: str, messages: Sequence[Message], tools: Sequence[Tool], mark: Mark | None = None
     ) -> RoleGuess:
         """Return what a request looks like when it arrives; ``revisions`` says what it changes of earlier calls."""
-        chain = chain_of(messages)
+        chain = chain_of(messages, self._chains)
         seen = seen_request(call_id, len(self._seen), messages, tools, chain)
         self._judge(seen, messages, mark or Mark(), self._continued(chain, messages))
         self._seen.append(seen)

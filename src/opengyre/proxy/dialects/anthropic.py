@@ -27,6 +27,7 @@ from opengyre.proxy.dialects.parts import (
     read_string,
     read_text,
 )
+from opengyre.proxy.items import read_items
 from opengyre.proxy.requests import Answer, AnswerChoice, ChatRequest, Json
 
 NAME = "anthropic"
@@ -59,14 +60,12 @@ def parse_request(body: Json) -> ChatRequest:
     Raises:
         CallError: Messages or tools are not what the protocol says.
     """
-    raw = body.get("messages")
-    if not isinstance(raw, list) or not raw:
-        raise CallError(f"messages: expected a non-empty list, got {type(raw).__name__}")
-    messages = [*_system(body.get("system"))]
-    for index, message in enumerate(raw):
-        messages += _messages(message, f"messages[{index}]")
+    turns = read_items(body.get("messages"), "messages", _messages)
+    if not turns:
+        raise CallError("messages: expected a non-empty list")
+    messages = [*_system(body.get("system")), *(message for turn in turns for message in turn)]
     choice = _tool_choice(body.get("tool_choice"))
-    tools = _tools(read_objects(body.get("tools"), "tools"))
+    tools = tuple(tool for found in read_items(body.get("tools"), "tools", _tools) for tool in found)
     output_config = read_object(body.get("output_config"), "output_config")
     return ChatRequest(
         dialect=NAME,
@@ -94,16 +93,16 @@ def _system(raw: Any) -> Iterator[Message]:  # noqa: ANN401 - whatever the clien
         yield Message(role="system", content=text)
 
 
-def _messages(raw: Any, where: str) -> list[Message]:  # noqa: ANN401 - whatever the client sent
+def _messages(raw: Any, where: str) -> tuple[Message, ...]:  # noqa: ANN401 - whatever the client sent
     if not isinstance(raw, dict) or raw.get("role") not in ("user", "assistant", "system"):
         raise CallError(f"{where}: expected an object with role user, assistant or system, got {raw!r:.200}")
     content = raw.get("content")
     if content is None or isinstance(content, str):
-        return [Message(role=raw["role"], content=content or "")]
+        return (Message(role=raw["role"], content=content or ""),)
     blocks = read_objects(content, f"{where}.content")
     if raw["role"] == "assistant":
-        return [_assistant(blocks, f"{where}.content")]
-    return _split(raw["role"], blocks, f"{where}.content")
+        return (_assistant(blocks, f"{where}.content"),)
+    return tuple(_split(raw["role"], blocks, f"{where}.content"))
 
 
 def _split(role: str, blocks: list[Json], where: str) -> list[Message]:
@@ -145,20 +144,14 @@ def _call(block: Json, where: str) -> ToolCall:
     return ToolCall(id=read_string(block, "id", where), name=read_string(block, "name", where), arguments=arguments)
 
 
-def _tools(raw: list[Json]) -> tuple[Tool, ...]:
-    """Return the tools that the client runs itself; what a vendor's server would run is left out."""
-    tools = []
-    for index, tool in enumerate(raw):
-        if str(tool.get("type") or "custom").startswith(_HOSTED):
-            continue
-        tools.append(
-            Tool(
-                name=read_string(tool, "name", f"tools[{index}]"),
-                description=str(tool.get("description") or ""),
-                schema=read_object(tool.get("input_schema"), f"tools[{index}].input_schema"),
-            )
-        )
-    return tuple(tools)
+def _tools(raw: Any, where: str) -> tuple[Tool, ...]:  # noqa: ANN401 - whatever the client sent
+    """Return the tool that the client runs itself; what a vendor's server would run is left out."""
+    tool = read_object(raw, where)
+    if str(tool.get("type") or "custom").startswith(_HOSTED):
+        return ()
+    name, description = read_string(tool, "name", where), str(tool.get("description") or "")
+    schema = read_object(tool.get("input_schema"), f"{where}.input_schema")
+    return (Tool(name=name, description=description, schema=schema),)
 
 
 def _tool_choice(raw: Any) -> str:  # noqa: ANN401 - whatever the client sent

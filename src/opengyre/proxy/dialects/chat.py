@@ -17,6 +17,7 @@ from opengyre.proxy.dialects.parts import (
     read_string,
     read_text,
 )
+from opengyre.proxy.items import read_items
 from opengyre.proxy.requests import Answer, AnswerChoice, ChatRequest, Json
 
 NAME = "chat"
@@ -32,18 +33,18 @@ def parse_request(body: Json) -> ChatRequest:
     Raises:
         CallError: Messages or tools are not what the protocol says.
     """
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise CallError(f"messages: expected a non-empty list, got {type(messages).__name__}")
+    messages = read_items(body.get("messages"), "messages", _message)
+    if not messages:
+        raise CallError("messages: expected a non-empty list")
     choice = _tool_choice(body.get("tool_choice"))
-    tools = tuple(_tool(index, tool) for index, tool in enumerate(read_objects(body.get("tools"), "tools")))
+    tools = tuple(read_items(body.get("tools"), "tools", _tool))
     form = read_object(body.get("response_format"), "response_format").get("type", "text")
     is_cut = any(body.get(key) for key in _TRUNCATING) or form != "text" or choice not in ("auto", "none")
     limit = body.get("max_completion_tokens")
     return ChatRequest(
         dialect=NAME,
         model=str(body.get("model", "")),
-        messages=tuple(_message(index, message) for index, message in enumerate(messages)),
+        messages=tuple(messages),
         tools=() if choice == "none" else tools,
         max_tokens=read_limit(body.get("max_tokens") if limit is None else limit, "max_tokens"),
         stream=bool(body.get("stream", False)),
@@ -72,10 +73,9 @@ def _tool_choice(raw: Any) -> str:  # noqa: ANN401 - whatever the client sent
     return read_string(read_object(choice.get("function"), "tool_choice.function"), "name", "tool_choice.function")
 
 
-def _message(index: int, raw: Any) -> Message:  # noqa: ANN401 - whatever the client sent
+def _message(raw: Any, where: str) -> Message:  # noqa: ANN401 - whatever the client sent
     if not isinstance(raw, dict) or not isinstance(raw.get("role"), str):
-        raise CallError(f"messages[{index}]: expected an object with a role, got {raw!r:.200}")
-    where = f"messages[{index}]"
+        raise CallError(f"{where}: expected an object with a role, got {raw!r:.200}")
     content, calls = raw.get("content"), raw.get("tool_calls")
     if not isinstance(content, str):
         content = read_text(content, f"{where}.content", separator="" if raw["role"] == "assistant" else "\n")
@@ -102,14 +102,14 @@ def _calls(raw: Any, where: str) -> tuple[ToolCall, ...]:  # noqa: ANN401 - what
     return tuple(calls)
 
 
-def _tool(index: int, raw: Json) -> Tool:
-    function = raw.get("function")
+def _tool(raw: Any, where: str) -> Tool:  # noqa: ANN401 - whatever the client sent
+    function = read_object(raw, where).get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise CallError(f"tools[{index}]: expected a function with a name, got {raw!r:.200}")
+        raise CallError(f"{where}: expected a function with a name, got {raw!r:.200}")
     return Tool(
         name=function["name"],
         description=str(function.get("description") or ""),
-        schema=read_object(function.get("parameters"), f"tools[{index}].function.parameters"),
+        schema=read_object(function.get("parameters"), f"{where}.function.parameters"),
     )
 
 
@@ -122,7 +122,9 @@ def parse_response(body: Json) -> Message:
     choices = read_objects(body.get("choices"), "choices")
     if not choices:
         raise CallError("choices: expected at least one")
-    return _message(0, {**read_object(choices[0].get("message"), "choices[0].message"), "role": "assistant"})
+    return _message(
+        {**read_object(choices[0].get("message"), "choices[0].message"), "role": "assistant"}, "choices[0].message"
+    )
 
 
 def answer_body(_: ChatRequest, answer: Answer) -> bytes:

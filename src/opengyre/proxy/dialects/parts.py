@@ -10,6 +10,7 @@ import xxhash
 
 from opengyre.core.chat import Message
 from opengyre.core.errors import CallError
+from opengyre.proxy.items import Items
 from opengyre.proxy.requests import Json
 
 ENCODER = msgspec.json.Encoder()
@@ -101,11 +102,13 @@ def read_stops(value: Any, where: str) -> tuple[str, ...]:  # noqa: ANN401 - wha
 
 
 def body_hash(body: Json, volatile: Sequence[str]) -> int:
-    """Return the hash of a body without the keys that a retry may change.
+    """Return the hash of a body without the keys that a retry may change; of lists read by element, their digest's.
 
     Choice: keys are taken in the order in which they came, for a retry comes from the same client.
     """
-    kept = {key: value for key, value in body.items() if key not in volatile}
+    kept = {
+        key: value.digest if isinstance(value, Items) else value for key, value in body.items() if key not in volatile
+    }
     return xxhash.xxh3_64_intdigest(ENCODER.encode(kept))
 
 

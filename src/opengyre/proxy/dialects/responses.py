@@ -18,6 +18,7 @@ from opengyre.proxy.dialects.parts import (
     read_string,
 )
 from opengyre.proxy.dialects.responses_items import ItemReader, as_compaction, output_items
+from opengyre.proxy.items import read_items
 from opengyre.proxy.requests import Answer, ChatRequest, Json
 
 NAME = "responses"
@@ -35,7 +36,7 @@ def parse_request(body: Json) -> ChatRequest:
         if body.get(key):
             raise CallError(f"{key}: this proxy stores no responses; send the whole history as input")
     reader = ItemReader()
-    reader.toolbox.add_all(read_objects(body.get("tools"), "tools"), "tools")
+    reader.toolbox.add_all(read_items(body.get("tools"), "tools", _object), "tools")
     if body.get("instructions"):
         reader.messages.append(Message(role="system", content=read_string(body, "instructions", "request")))
     for index, item in enumerate(_items(body.get("input"))):
@@ -59,10 +60,16 @@ def parse_request(body: Json) -> ChatRequest:
 
 
 def _items(raw: Any) -> list[Json]:  # noqa: ANN401 - whatever the client sent
-    items = [{"role": "user", "content": raw}] if isinstance(raw, str) else read_objects(raw, "input")
+    items = [{"role": "user", "content": raw}] if isinstance(raw, str) else read_items(raw, "input", _object)
     if not items:
         raise CallError("input: expected a text or a non-empty list of items")
     return items
+
+
+def _object(raw: Any, where: str) -> Json:  # noqa: ANN401 - whatever the client sent
+    if not isinstance(raw, dict):
+        raise CallError(f"{where}: expected an object, got {raw!r:.200}")
+    return raw
 
 
 def _tool_choice(raw: Any) -> str:  # noqa: ANN401 - whatever the client sent
