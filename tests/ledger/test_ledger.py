@@ -52,6 +52,17 @@ def call(seq: int, *, execution_id: str = "e", tokens: int = 5) -> Call:
     )
 
 
+async def test_the_write_ahead_log_is_copied_into_the_file_while_the_ledger_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("opengyre.ledger.ledger.CHECKPOINT_BYTES", 200_000)
+    ledger = Ledger.open(tmp_path)
+    for seq in range(200):
+        await ledger.commit([call(seq)], b"x" * 20_000)
+    log, file = ((tmp_path / name).stat().st_size for name in (FILE_NAME + "-wal", FILE_NAME))
+    ledger.close()
+    assert file > 3_000_000
+    assert log < 1_500_000
+
+
 async def test_a_committed_call_comes_back_bit_for_bit_after_reopening(tmp_path):
     ledger = Ledger.open(tmp_path)
     await ledger.commit([call(0)], b"answer")

@@ -182,3 +182,39 @@ def test_every_recorded_session_is_matched_and_never_encodes_a_sampled_token_aga
     assert tree.sampled_tokens == 3 * len(paths) == len(sampled_places(tree))
     counts = Counter(verdict.value for verdict in verdicts)
     assert (counts["restored"], counts["rendered"], counts["rewritten"]) == EXPECTED[session_name]
+
+
+def test_a_history_that_was_seen_before_one_of_its_messages_was_sampled_is_restored_afterwards():
+    index, history = PathIndex(), [user("a"), says("x"), user("b")]
+    assert index.match(history, []).verdict is Verdict.RENDERED
+    index.add("c0", index.match(history[:1], []).keys, says("x"))
+    assert index.match(history, []).call_id == "c0"
+    index.add("c1", index.match(history[:1], []).keys, says("x "))
+    assert index.match(history, []).call_id == "c0"
+    index.add("c2", index.match(history[:1], []).keys, says("x", "thought"))
+    assert index.match([user("a"), says("x", "thought"), user("b")], []).call_id == "c2"
+
+
+MESSAGES = st.sampled_from([user("a"), says("x"), says("x ")])
+REQUESTS = st.lists(
+    st.tuples(st.integers(0, 3), st.lists(MESSAGES, max_size=3), st.sampled_from([None, says("x"), says("y")])),
+    min_size=3,
+    max_size=12,
+)
+
+
+@given(REQUESTS)
+def test_a_match_does_not_depend_on_which_requests_were_matched_before(requests):
+    """Histories that are cut back, forked and answered twice match as in an index that only holds the answers."""
+    kept, history, added = PathIndex(), [], []
+    for number, (head, tail, reply) in enumerate(requests):
+        history = [*history[: head if head < 3 else len(history)], *tail]
+        anew = PathIndex()
+        for keys, each, call_id in added:
+            anew.add(call_id, keys, each)
+        match = kept.match(history, [])
+        assert match == anew.match(history, [])
+        if reply is not None:
+            added.append((match.keys, reply, f"c{number}"))
+            kept.add(f"c{number}", match.keys, reply)
+            history = [*history, reply]

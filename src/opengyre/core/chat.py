@@ -42,7 +42,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     name: str = ""
 
 
-class Tool(msgspec.Struct, frozen=True, kw_only=True):
+class Tool(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A tool that the harness offers.
 
     >>> Tool(name="finish", schema={"properties": {"result": {"type": "string"}}}).parameters

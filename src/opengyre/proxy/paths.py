@@ -6,6 +6,7 @@ on from the same place the first goes on in the buffer, the other begins one of 
 
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from opengyre.core.types import Int32Array
@@ -13,21 +14,17 @@ from opengyre.core.types import Int32Array
 _ROOM = 1024
 
 
-@dataclass(slots=True, eq=False)
-class _Buffer:
-    """Tokens that follow one another.
-
-    Args:
-        before: The path that they go on from, if any.
-        start: Tokens before them.
-        data: Tokens, and room for more.
-        used: How many are taken.
-    """
+class _Buffer(msgspec.Struct, eq=False, gc=False):
+    """Tokens that follow one another."""
 
     before: "Path | None"
+    """The path that they go on from, if any."""
     start: int
+    """Tokens before them."""
     data: Int32Array
-    used: int = 0
+    """Tokens, and room for more."""
+    used: int
+    """How many are taken."""
 
     def append(self, tokens: Int32Array) -> None:
         """Take more tokens; who holds a view of the earlier ones keeps it."""
@@ -40,8 +37,7 @@ class _Buffer:
         self.used = end
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Path:
+class Path(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Tokens from the first on.
 
     >>> paths = PathTokens()
@@ -68,15 +64,16 @@ class Path:
 class PathTokens:
     """The recorded paths of one execution, by call."""
 
-    _of: dict[str, tuple[Path, int]] = field(default_factory=dict)
+    _of: dict[str, Path] = field(default_factory=dict)
+    _asked: dict[str, int] = field(default_factory=dict)
 
     def record(self, call_id: str, path: Path, asked: int) -> None:
         """Keep the path of a call, of which so many tokens are its prompt."""
-        self._of[call_id] = path, asked
+        self._of[call_id], self._asked[call_id] = path, asked
 
     def of(self, call_id: str) -> tuple[Path, int]:
         """Return prompt and output of a call as one path, and how many tokens of it are the prompt."""
-        return self._of[call_id]
+        return self._of[call_id], self._asked[call_id]
 
     def grown(self, path: Path | None, tokens: Int32Array) -> Path:
         """Return a path with more tokens behind it."""

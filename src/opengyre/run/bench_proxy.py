@@ -25,6 +25,7 @@ from opengyre.core.protocols import GenerateRequest, Generation
 from opengyre.core.types import Call, Finish, Int32Array, VersionRun
 from opengyre.ledger.ledger import Ledger
 from opengyre.proxy.dialects import chat
+from opengyre.proxy.items import BodyReader
 from opengyre.proxy.server import Proxy
 from opengyre.proxy.session import SessionSpec
 from opengyre.trajectory.match import PathIndex
@@ -300,18 +301,20 @@ async def _run(folder: Path, executions: int, turns: int, calls: dict[float, int
 
 
 def _parts(state: Path, renderer: FourByteRenderer, store: TimedLedger) -> dict[str, float]:
-    """Return the median milliseconds of each part of a call; JSON and matching on the last requests, once more."""
+    """Return the median seconds of each part of a call; JSON and matching on the last requests, once more."""
     json_s, match_s = [], []
     for number, parts in enumerate(msgspec.msgpack.decode(state.read_bytes())[:8]):
-        harness = Harness("", number)
-        harness.parts = parts
-        body, index = harness.body(), PathIndex()
-        parsed = chat.parse_request(msgspec.json.decode(body))
-        for place, message in enumerate(parsed.messages):
+        harness, reader, index = Harness("", number), BodyReader(), PathIndex()
+        harness.parts = parts[:-2]
+        parsed = chat.parse_request(reader.read(harness.body()))
+        whole = chat.parse_request({**reader.read(harness.body()), "messages": [msgspec.json.decode(p) for p in parts]})
+        for place, message in enumerate(whole.messages):
             if message.role == "assistant":
-                index.add(f"c{place}", index.match(parsed.messages[:place], parsed.tools).keys, message)
+                index.add(f"c{place}", index.match(whole.messages[:place], parsed.tools).keys, message)
+        harness.parts = parts
+        body = harness.body()
         before_s = time.perf_counter()
-        parsed = chat.parse_request(msgspec.json.decode(body))
+        parsed = chat.parse_request(reader.read(body))
         json_s.append(time.perf_counter() - before_s)
         before_s = time.perf_counter()
         index.match(parsed.messages, parsed.tools)

@@ -40,6 +40,13 @@ class Heads(Generic[T]):
         del self._kept[:-HISTORIES_KEPT]
         return values
 
+    def cut(self, ends: Callable[[T], bool]) -> None:
+        """Forget what was computed behind the first value of each history for which ``ends`` is true."""
+        for place, (history, values) in enumerate(self._kept):
+            end = next((index for index, value in enumerate(values[:-1], 1) if ends(value)), None)
+            if end is not None:
+                self._kept[place] = (history[:end], values[:end])
+
     def _longest(self, messages: tuple[Message, ...]) -> tuple[int, int]:
         """Return which kept history begins most like this one, and how many messages they share."""
         found = (-1, 0)
@@ -48,8 +55,6 @@ class Heads(Generic[T]):
             shared = _shared(kept, messages, found[1])
             if shared > found[1]:
                 found = (place, shared)
-            if shared and shared == len(kept):
-                break
         return found
 
 

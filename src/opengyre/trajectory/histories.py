@@ -45,9 +45,8 @@ class Agent:
     """Its latest request that was not set aside as summary or plan."""
 
 
-@dataclass(slots=True, eq=False)
-class SeenRequest:
-    """One request as the tracker keeps it.
+class SeenRequest(msgspec.Struct, eq=False, gc=False):
+    """One request as the tracker keeps it; very many of them for hours, and none is in a cycle.
 
     Example: ``seen_request("c0", 0, messages, tools, chain_of(messages, Heads(key_behind)))``.
     """

@@ -18,7 +18,7 @@ import xxhash
 
 from opengyre.core.chat import Message, Tool
 from opengyre.core.types import Verdict
-from opengyre.trajectory.heads import Heads
+from opengyre.trajectory.heads import HISTORIES_KEPT, Heads
 
 _ENCODER = msgspec.msgpack.Encoder()
 
@@ -49,6 +49,17 @@ class _Reply(msgspec.Struct, frozen=True, gc=False):
     key: int
 
 
+class _Walk(msgspec.Struct, frozen=True, gc=False):
+    """What is known of a request behind one of its messages."""
+
+    key: int
+    place: int = 0
+    """Messages up to here."""
+    call_id: str | None = None
+    covered: int = 0
+    is_rewritten: bool = False
+
+
 @dataclass
 class PathIndex:
     """The stored paths of one execution.
@@ -61,44 +72,52 @@ class PathIndex:
     'c1'
     """
 
-    _replies: dict[int, list[_Reply]] = field(default_factory=dict)
+    _replies: dict[int, tuple[_Reply, ...]] = field(default_factory=dict)
     """Key of a request's last message to its recorded replies."""
     _known: set[int] = field(default_factory=set)
-    _digests: Heads[bytes] = field(default_factory=lambda: Heads(_digest))
+    _walks: dict[int, Heads[_Walk]] = field(default_factory=dict)
+    """By head key: the walks of the last requests, good until a reply is recorded on their way."""
 
     def add(self, call_id: str, request_keys: Sequence[int], reply: Message) -> int:
         """Store a call's path and return the key of its reply."""
         last = request_keys[-1] if request_keys else 0
         key = _chained(last, _reply_bytes(reply), is_reply=True)
-        self._replies.setdefault(last, []).append(_Reply(call_id, reply, key))
+        self._replies[last] = (*self._replies.get(last, ()), _Reply(call_id, reply, key))
         self._known.update(request_keys)
         self._known.add(key)
+        for walks in self._walks.values():
+            walks.cut(lambda walk: walk.key == last)
         return key
 
     def match(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Match:
         """Return the deepest stored call whose path the request continues."""
-        key = head_key(tools)
-        keys: list[int] = []
-        call_id, covered = None, 0
-        is_rewritten = False
-        first_difference = -1
-        digests = self._digests.values(messages)
-        for index, message in enumerate(messages):
-            is_reply = message.role == "assistant"
-            reply = self._fitting(key, message) if is_reply and key in self._replies else None
-            if reply is not None:
-                key = reply.key
-                call_id, covered, is_rewritten = reply.call_id, index + 1, False
-            else:
-                is_rewritten |= is_reply and key in self._replies
-                key = _chained(key, digests[index], is_reply=is_reply)
-                if first_difference < 0 and key not in self._known:
-                    first_difference = index
-            keys.append(key)
-        verdict = Verdict.RENDERED if call_id is None else Verdict.RESTORED
-        if is_rewritten:
+        walks = self._walks_from(head_key(tools)).values(messages)
+        keys = tuple([walk.key for walk in walks])
+        end = walks[-1] if walks else _Walk(0)
+        verdict = Verdict.RENDERED if end.call_id is None else Verdict.RESTORED
+        if end.is_rewritten:
             verdict = Verdict.REWRITTEN
-        return Match(call_id, covered, tuple(keys), verdict, first_difference)
+        first_difference = next((index for index, key in enumerate(keys) if key not in self._known), -1)
+        return Match(end.call_id, end.covered, keys, verdict, first_difference)
+
+    def _walks_from(self, head: int) -> Heads[_Walk]:
+        """Return the kept walks that begin with a key; those of the tools that were used longest ago go."""
+        walks = self._walks.pop(head, None) or Heads(lambda message, before: self._step(message, before or _Walk(head)))
+        self._walks[head] = walks
+        while len(self._walks) > HISTORIES_KEPT:
+            del self._walks[next(iter(self._walks))]
+        return walks
+
+    def _step(self, message: Message, before: _Walk) -> _Walk:
+        """Return how far a walk has come behind one more message."""
+        key, place = before.key, before.place + 1
+        is_reply = message.role == "assistant"
+        reply = self._fitting(key, message) if is_reply and key in self._replies else None
+        if reply is not None:
+            return _Walk(reply.key, place, reply.call_id, place)
+        is_rewritten = before.is_rewritten or (is_reply and key in self._replies)
+        key = _chained(key, _ENCODER.encode(message), is_reply=is_reply)
+        return _Walk(key, place, before.call_id, before.covered, is_rewritten)
 
     def _fitting(self, key: int, message: Message) -> _Reply | None:
         """Return the recorded reply that an assistant message echoes, None if none or more than one does."""
@@ -127,10 +146,6 @@ def is_reply_key(key: int) -> bool:
     [False, True]
     """
     return bool(key & 1)
-
-
-def _digest(message: Message, _: bytes | None) -> bytes:
-    return xxhash.xxh3_128_digest(_ENCODER.encode(message))
 
 
 def _chained(key: int, data: bytes, *, is_reply: bool) -> int:
