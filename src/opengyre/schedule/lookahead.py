@@ -19,8 +19,6 @@ from opengyre.schedule.twin import INFINITY, Start, Twin
 THETAS = (0.0, 0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.92, 1.1, 1.4)
 GAIN = 0.006
 """Another setting must be better by this share."""
-ABANDON = 1.25
-"""A play is given up at this multiple of the best so far."""
 WINDOWS = 2.5
 """Dispatch windows that a play looks ahead."""
 FULL_EVERY = 4
@@ -104,6 +102,7 @@ class Lookahead:
         present = (self.theta, min(start.cells - 1, round(self.floor / scale)))
         kept = search.cost(present)
         if (self._publications - FIRST_CHOICE) % FULL_EVERY == 1:
+            search.climb(present)  # a good play to measure the others by: most of them are given up early
             best = search.best_of(grid(start.cells), present)
         else:
             best = search.climb(present)
@@ -114,7 +113,7 @@ class Lookahead:
 
 
 class _Search:
-    """Plays of one start, each setting once."""
+    """Plays of one start, each setting once; a play is given up when it has taken longer than the best one costs."""
 
     def __init__(self, start: Start) -> None:
         self._start = start
@@ -124,7 +123,7 @@ class _Search:
     def cost(self, setting: tuple[float, int]) -> float:
         if setting not in self._costs:
             theta, floor = setting
-            cost = Twin(self._start, theta, floor).play(self._best * ABANDON)
+            cost = Twin(self._start, theta, floor).play(self._best)
             self._costs[setting] = cost
             self._best = min(self._best, cost)
         return self._costs[setting]

@@ -109,8 +109,8 @@ class Start:
     """Micro-steps of a group."""
     groups_left: int
     """Groups of the run that are not dispatched."""
-    speeds: dict[tuple[int, int], float] = field(default_factory=dict, compare=False)
-    """Seconds a token by (live, cells), kept for the plays to come: they meet the same loads."""
+    speeds: dict[int, dict[int, float]] = field(default_factory=dict, compare=False)
+    """Seconds a token by cells and live executions, kept for the plays to come: they meet the same loads."""
 
 
 class Twin:
@@ -150,6 +150,8 @@ class Twin:
         self._published = 0
         self._next_group = 1 + max([*start.open_slots, *start.deadlines, -1])
         self._sent = 0
+        self._needed = -1
+        """Cells that the level needed when switches were last thought of."""
         self._token_s = INFINITY
         self._may_place = True
         """Whether a group arrived or a step began since no group could take a place."""
@@ -177,25 +179,50 @@ class Twin:
         self._act()
         steps = self._start.steps
         while self._step < steps:
-            end_s = INFINITY
-            if self._ends and self._token_s < INFINITY:
-                to_go = max(0.0, self._ends[0][0] - self._tokens)
-                end_s = max(self._now_s, self._stalled_until_s) + to_go * self._token_s
-            event_s = self._events[0][0] if self._events else INFINITY
-            next_s = min(end_s, event_s)
-            if next_s > limit_s or next_s == INFINITY:
+            self._let_end(limit_s)
+            if not self._events:
+                return INFINITY
+            event_s, kind, group = heapq.heappop(self._events)
+            if event_s > limit_s:
                 return INFINITY
             start_s = max(self._now_s, self._stalled_until_s)
-            if next_s > start_s and self._token_s < INFINITY:
-                self._tokens += (next_s - start_s) / self._token_s
-            self._now_s = next_s
-            if end_s <= event_s:
-                self._end_executions()
-            else:
-                _, kind, group = heapq.heappop(self._events)
-                self._happen(kind, group)
+            if event_s > start_s and self._token_s < INFINITY:
+                self._tokens += (event_s - start_s) / self._token_s
+            self._now_s = event_s
+            self._happen(kind, group)
             self._act()
         return self._now_s + self._left_work_s()
+
+    def _let_end(self, limit_s: float) -> None:
+        """Let executions end up to the next event, or the limit.
+
+        By itself an end gives the scheduler nothing to do, unless fewer cells are needed than before.
+        """
+        ends, events, capacity = self._ends, self._events, self._capacity
+        while ends and self._token_s < INFINITY:
+            now_s, tokens, token_s, level = self._now_s, self._tokens, self._token_s, self._level
+            speeds, stalled_until_s, needed = self._speeds(), self._stalled_until_s, self._needed
+            is_needed = True
+            while ends and is_needed:
+                start_s = now_s if now_s > stalled_until_s else stalled_until_s
+                to_go = ends[0][0] - tokens
+                end_s = start_s + to_go * token_s if to_go > 0 else start_s
+                if end_s > limit_s or (events and end_s > events[0][0]):
+                    break
+                if end_s > start_s:
+                    tokens += (end_s - start_s) / token_s
+                now_s, last = end_s, tokens + 1e-6 * (1 + tokens)
+                while ends and ends[0][0] <= last:
+                    level -= 1
+                    self._now_s = now_s
+                    self._end(heapq.heappop(ends)[1])
+                is_needed = not capacity or math.ceil(level / capacity) == needed
+                if is_needed:
+                    token_s = speeds.get(level) or self._speed(level)
+            self._now_s, self._tokens, self._token_s, self._level = now_s, tokens, token_s, level
+            if is_needed:
+                return
+            self._act()
 
     def _left_work_s(self) -> float:
         rates, cells = self._rates, self._start.cells
@@ -206,15 +233,11 @@ class Twin:
     def _after(self, seconds: float, kind: int, group: int = -1) -> None:
         heapq.heappush(self._events, (self._now_s + seconds, kind, group))
 
-    def _end_executions(self) -> None:
-        limit = self._tokens + 1e-6 * (1 + self._tokens)
-        while self._ends and self._ends[0][0] <= limit:
-            _, group = heapq.heappop(self._ends)
-            self._level -= 1
-            if group >= 0:
-                self._open[group] -= 1
-                if not self._open[group]:
-                    self._after(self._rates.score_s, _SCORED, group)
+    def _end(self, group: int) -> None:
+        if group >= 0:
+            self._open[group] -= 1
+            if not self._open[group]:
+                self._after(self._rates.score_s, _SCORED, group)
 
     def _happen(self, kind: int, group: int) -> None:
         if kind == _SCORED:
@@ -282,24 +305,30 @@ class Twin:
         if not (self._left or self._waiting or self._busy or self._is_closing):
             self._is_closing = True
             self._after(self._rates.optimizer_s, _STEPPED)
+        if self._capacity:
+            self._needed = math.ceil(self._level / self._capacity)
         if self._waiting or self._idle:
             self._switch()
-        self._token_s = self._speed()
+        self._token_s = self._speed(self._level)
 
-    def _speed(self) -> float:
-        if not (self._level and self._rollout):
+    def _speeds(self) -> dict[int, float]:
+        """Return the known seconds a token by live executions, for the cells that roll out now."""
+        return self._start.speeds.setdefault(self._rollout, {})
+
+    def _speed(self, level: int) -> float:
+        if not (level and self._rollout):
             return INFINITY
-        load = (self._level, self._rollout)
-        seconds = self._start.speeds.get(load)
+        speeds = self._speeds()
+        seconds = speeds.get(level)
         if seconds is None:
-            seconds = self._start.speeds[load] = self._rates.token_s(*load)
+            seconds = speeds[level] = self._rates.token_s(level, self._rollout)
         return seconds
 
     def _switch(self) -> None:
         cells = self._start.cells
         want = self._floor
         if self._capacity:
-            want = max(want, min(cells - 1, cells - math.ceil(self._level / self._capacity)))
+            want = max(want, min(cells - 1, cells - self._needed))
         training = self._busy + self._idle + self._joining
         number = joiners(
             want=want, training=training, joining=self._joining, waiting=len(self._waiting), queue=self._start.queue
