@@ -11,17 +11,20 @@ import pytest
 from opengyre.cli import main as cli
 from opengyre.core.config import decode_config, load_config
 from opengyre.core.errors import ConfigError
+from opengyre.core.events import RatesMeasured, decode_command, decode_event
 from opengyre.core.records import CellSpan, ExecutionRecord, RepublicationRecord, StepRecord
 from opengyre.core.types import Kind
 from opengyre.engine.emulated import EmulatedCosts, read_replies
 from opengyre.ledger.ledger import Ledger
 from opengyre.report.results import summarise
+from opengyre.run.build import schedule_settings
 from opengyre.run.calibrate import calibrate
 from opengyre.run.emulated import PLANNED, REPLIES, PlannedCall, emulated_costs
 from opengyre.run.folder import read_config
 from opengyre.run.recorded import recorded_sessions
 from opengyre.run.report_data import read_run
 from opengyre.run.supported import check_supported
+from opengyre.schedule.scheduler import Scheduler
 from opengyre.trajectory.recorded import tree_of
 
 CONFIG = """
@@ -103,6 +106,34 @@ def check_that_it_calibrates(folder, *, steps):
         'cells = 5\ngpus = 40\ntrace = "."\nkv_tokens_per_cell = 1e5\nsteps = 6\ncontext_high_tokens = 3e4\n'
     )
     assert cli(["simulate", str(workload), "--calibrate", str(folder), "--rules", "waterlevel"]) == 0
+
+
+def test_the_look_ahead_rule_gets_rates_that_are_those_of_the_cells_and_its_choices_follow_from_the_log(tmp_path):
+    (tmp_path / "emulated.toml").write_text(CONFIG)
+    changes = ('schedule.rule="lookahead"', "run.steps=5", "evaluation.at=[]", "cells.options.step_request_s=0.004")
+    process = subprocess.run(
+        [sys.executable, "-m", "opengyre.cli", "train", "emulated.toml", "--run", "run"]
+        + [part for change in changes for part in ("--set", change)],
+        capture_output=True,
+        text=True,
+        env=dict(os.environ, OMP_NUM_THREADS="1"),
+        cwd=tmp_path,
+        timeout=120,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    ledger = Ledger.open(tmp_path / "run", read_only=True)
+    scheduler = Scheduler(schedule_settings(read_config(tmp_path / "run")))
+    measured = []
+    for logged in ledger.events():
+        event = decode_event(logged.event)
+        assert scheduler.on(event, logged.now_s) == [decode_command(command) for command in logged.commands]
+        if isinstance(event, RatesMeasured):
+            measured.append(event)
+    ledger.close()
+    assert [choice.version for choice in scheduler.choices]
+    assert 0.9e-4 < measured[-1].training_token_s < 1e-3  # a busy machine only makes it more
+    assert 0.0005 < measured[-1].decode_request_s + measured[-1].decode_weights_s < 0.1
+    assert measured[-1].kv_capacity_tokens == 65536
 
 
 def recorded_ends(folder):

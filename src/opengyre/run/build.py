@@ -38,6 +38,7 @@ from opengyre.run.emulated import REPLIES, emulated_costs
 from opengyre.run.execution_desk import ExecutionDesk
 from opengyre.run.folder import RunFolder
 from opengyre.run.groups import GroupBook
+from opengyre.run.rates import NotingStore, RateBook
 from opengyre.run.router import CellRouter
 from opengyre.run.task_source import task_source
 from opengyre.run.training_desk import TrainingDesk
@@ -206,6 +207,7 @@ def build_executions(
     server: ForkServer,
     *,
     router: CellRouter,
+    rates: RateBook,
     clock: RunClock,
     post: Callable[[Event], None],
 ) -> ExecutionDesk:
@@ -226,7 +228,7 @@ def build_executions(
     renderer = EmbeddedRenderer(EmbeddedTokenizer.load(folder.path / TOKENIZER))
     proxy = Proxy(
         engine=router,
-        store=ledger,
+        store=NotingStore(ledger, rates),
         renderer=renderer,
         clock=clock,
         limits=DoorLimits(body_bytes=config.proxy.body_limit_bytes),
@@ -270,7 +272,8 @@ def build_run(
     post = inbox.put_nowait
     router = CellRouter(kv_capacity=config.cells.kv_tokens, clock=clock)
     server = ForkServer(folder.path / "forkserver.log")
-    executions = build_executions(folder, ledger, server, router=router, clock=clock, post=post)
+    rates = RateBook(config.cells.kv_tokens)
+    executions = build_executions(folder, ledger, server, router=router, rates=rates, clock=clock, post=post)
     gradients = shared_folder(folder.sockets)
     cells = build_cells(
         folder, ledger, router=router, gradients=gradients, incarnation=incarnation, clock=clock, post=post
@@ -293,6 +296,7 @@ def build_run(
         cells=cells,
         executions=executions,
         training=training,
+        rates=rates,
         task_of=task_of,
         clock=clock,
         inbox=inbox,

@@ -25,7 +25,7 @@ from opengyre.run.report_data import read_run
 from opengyre.run.supported import check_supported
 from opengyre.run.train import drive_folder, install_policy
 
-RULES = ("waterlevel", "static", "colocate")
+RULES = ("waterlevel", "lookahead", "static", "colocate")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

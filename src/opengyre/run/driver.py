@@ -27,6 +27,7 @@ from opengyre.core.events import (
     SwitchCell,
     Tick,
     WakeAt,
+    WeightsPublished,
     encode_command,
     encode_event,
 )
@@ -37,13 +38,12 @@ from opengyre.run.cell_desk import POLL_S, CellDesk
 from opengyre.run.execution_desk import ExecutionDesk
 from opengyre.run.groups import GroupBook, GroupState, execution_of, reward_of
 from opengyre.run.material import GroupMaterial, material_of, row_name
+from opengyre.run.rates import RateBook
 from opengyre.run.training_desk import TrainingDesk
 from opengyre.schedule.roster import EVALUATION_STRIDE
 from opengyre.schedule.scheduler import Scheduler
 
 SPENT_SHARE = 0.25
-TRAINING_TOKEN_S = 2.5e-4
-"""First guess of cell-seconds for a row token, until steps have been measured."""
 
 
 @dataclass
@@ -66,6 +66,7 @@ class Driver:
         cells: Desk of the cells.
         executions: Desk of the executions.
         training: Desk of the optimizer steps.
+        rates: What the calls say of the cells.
         task_of: Returns the task of a dispatched group.
         clock: Seconds since the start of the run.
         inbox: Events that wait.
@@ -79,6 +80,7 @@ class Driver:
     cells: CellDesk
     executions: ExecutionDesk
     training: TrainingDesk
+    rates: RateBook
     task_of: Callable[[Kind, int], Task]
     clock: Callable[[], float]
     inbox: "asyncio.Queue[Event]"
@@ -106,11 +108,20 @@ class Driver:
                 self._tasks = group
                 watchers = [group.create_task(coroutine) for coroutine in (self._poll(), self._watch(), self._guard())]
                 while not self.scheduler.is_done or not self.inbox.empty():
-                    await self._take(await self.inbox.get())
+                    event = await self.inbox.get()
+                    for each in (*self._rates_before(event), event):
+                        await self._take(each)
                 for watcher in watchers:
                     watcher.cancel()
         except* (RunError, InvariantError) as errors:
             raise _first_of(errors) from None
+
+    def _rates_before(self, event: Event) -> list[Event]:
+        """Return what the look-ahead rule is told before a publication."""
+        if self.config.schedule.rule != "lookahead" or not isinstance(event, WeightsPublished):
+            return []
+        rates = self.rates.measured(training_token_s=self.training.token_s)
+        return [] if rates is None else [rates]
 
     async def _take(self, event: Event) -> None:
         now_s = self.clock()
@@ -174,11 +185,13 @@ class Driver:
         """Keep the books that are the driver's: groups, evaluations, the share of spent groups."""
         match event:
             case SlotClosed(execution_id=execution_id):
+                self.rates.ended(execution_id)
                 outcome = self.ledger.outcome(execution_id)
                 if outcome is None:
                     raise InvariantError(f"execution {execution_id} closed its slot without a recorded outcome")
                 await self._closed(self.book.execution(execution_id), self.book.close(execution_id, outcome))
             case AttemptDropped(execution_id=execution_id):
+                self.rates.ended(execution_id)
                 execution = self.book.execution(execution_id)
                 if not self.scheduler.is_slot_open(execution.group_id, execution.slot, kind=execution.kind):
                     await self._closed(execution, self.book.close_empty(execution_id))
@@ -222,7 +235,7 @@ class Driver:
                     micro_step_id=name,
                     rows=len(rows),
                     tokens=tokens,
-                    cost_s=tokens * TRAINING_TOKEN_S,
+                    cost_s=tokens * self.training.token_s,
                 )
             )
         return reports

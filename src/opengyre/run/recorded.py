@@ -21,7 +21,7 @@ from opengyre.core.records import ExecutionRecord, PublicationRecord, SwitchReco
 from opengyre.core.types import Call, Kind
 from opengyre.ledger.ledger import FILE_NAME, Ledger
 from opengyre.run.folder import read_config
-from opengyre.sim.fit import CallSample, Interval, mean_loads
+from opengyre.sim.fit import CallSample, ServedCall, samples_of
 from opengyre.sim.traces import Session, TraceCall
 
 VALID = ("scored", "no_artifact")
@@ -91,7 +91,7 @@ def read_recorded(folder: Path) -> Recorded:
     return Recorded(
         config=config,
         sessions=sessions,
-        calls=tuple(samples_of(call for of_one in calls.values() for call in of_one)),
+        calls=tuple(samples_of(served_call(call) for of_one in calls.values() for call in of_one)),
         times=times,
         publish_s=tuple(each.ended_s - each.started_s for each in publications if each.version),
         switch_s=tuple(each.ended_s - each.started_s for each in switches),
@@ -167,16 +167,13 @@ def session_of(end: ExecutionRecord, calls: list[Call]) -> Session:
     )
 
 
-def samples_of(calls: Iterable[Call]) -> Iterator[CallSample]:
-    """Yield a sample of each call that one cell served from its start to its end."""
-    of_cell: dict[int, list[Call]] = defaultdict(list)
-    for call in calls:
-        if call.ended_s > call.started_s and len(call.output):
-            for cell_id in call.cell_ids:
-                of_cell[cell_id].append(call)
-    for on_cell in of_cell.values():
-        spans = [Interval(call.started_s, call.ended_s, call.context_tokens + len(call.output) / 2) for call in on_cell]
-        for call, (active, context) in zip(on_cell, mean_loads(spans), strict=True):
-            if len(call.cell_ids) == 1:
-                seconds = call.ended_s - call.started_s
-                yield CallSample(seconds, len(call.output), len(call.tail), active, context)
+def served_call(call: Call) -> ServedCall:
+    """Return what a fit has to know of a call."""
+    return ServedCall(
+        started_s=call.started_s,
+        ended_s=call.ended_s,
+        cell_ids=call.cell_ids,
+        output_tokens=len(call.output),
+        new_tokens=len(call.tail),
+        context_tokens=call.context_tokens,
+    )

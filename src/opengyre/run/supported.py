@@ -23,7 +23,6 @@ def check_supported(config: Config) -> None:
         ("cells.options", config.cells.options, ({},) if config.cells.engine == "reference" else ANY),
         ("tasks.source", config.tasks.source, ANY if config.cells.engine == "reference" else ("minirepo",)),
         ("harness.name", config.harness.name, ANY if config.cells.engine == "reference" else ("gyre-agent",)),
-        ("schedule.rule", config.schedule.rule, ("waterlevel", "static", "colocate")),
         ("train.packing", config.train.packing, ("rows",)),
         ("train.options", config.train.options, ({},)),
         ("run.checkpoint_every", config.run.checkpoint_every, (1,)),

@@ -17,6 +17,11 @@ from opengyre.ledger.ledger import Ledger
 from opengyre.run.cell_desk import CellDesk
 from opengyre.run.material import GroupMaterial
 
+GUESSED_TOKEN_S = 2.5e-4
+"""First guess of cell-seconds for a row token, until a micro-step has been measured."""
+FORGET = 0.03
+"""Weight of the newest micro-step in what a row token costs."""
+
 
 @dataclass
 class TrainingDesk:
@@ -45,6 +50,14 @@ class TrainingDesk:
     _rows: dict[str, tuple[Row, ...]] = field(default_factory=dict)
     _results: dict[str, tuple[int, MicroStepResult]] = field(default_factory=dict)
     _opened_s: float = 0.0
+    _trained: tuple[float, float] = (0.0, 0.0)
+    """Seconds and row tokens of micro-steps, the latest ones weigh most."""
+
+    @property
+    def token_s(self) -> float:
+        """Cell-seconds of a row token, as far as is known."""
+        seconds, tokens = self._trained
+        return seconds / tokens if tokens else GUESSED_TOKEN_S
 
     def take_group(self, material: GroupMaterial) -> None:
         """Keep a complete group until it is consumed."""
@@ -64,6 +77,8 @@ class TrainingDesk:
         with contextlib.suppress(CellLostError):
             result = await cell.run_micro_step(command.micro_step_id, rows, step=command.step)
             self._results[command.micro_step_id] = (command.cell_id, result)
+            seconds, tokens = (value * (1 - FORGET) for value in self._trained)
+            self._trained = seconds + result.seconds, tokens + sum(len(row.tokens) for row in rows)
             self.cells.note_trained(command.cell_id, result.trained_tokens)
             self.post(
                 MicroStepDone(cell_id=command.cell_id, micro_step_id=command.micro_step_id, seconds=result.seconds)

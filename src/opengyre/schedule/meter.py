@@ -7,6 +7,7 @@ same factor and the predictions stay right.
 from collections import deque
 from statistics import NormalDist
 
+from opengyre.core.errors import InvariantError
 from opengyre.core.events import (
     AttemptDropped,
     Dispatched,
@@ -116,7 +117,7 @@ class Meter:
         """Take one event in, after the scheduler's books have it."""
         self._advance(now_s)
         if isinstance(event, RatesMeasured):
-            self._measured, self.is_ready = event, True
+            self._measure(event)
         elif isinstance(event, Dispatched):
             self._began[event.execution_id] = self.tokens
         elif isinstance(event, Finished):
@@ -134,6 +135,12 @@ class Meter:
         else:
             self._machinery(event, now_s)
         self._level, self._cells = roster.waterlevel, rollout_cells
+
+    def _measure(self, event: RatesMeasured) -> None:
+        if event.decode_request_s + event.decode_weights_s + event.environment_token_s <= 0:
+            raise InvariantError(f"a token takes no time: {event}")
+        self._measured, self.is_ready = event, True
+        self._renew_rates()
 
     def _advance(self, now_s: float) -> None:
         if self.is_ready and self._level and self._cells:
@@ -178,6 +185,9 @@ class Meter:
             self._publish_s.add(now_s - self._last_step_s)
         elif isinstance(event, SwitchDone):
             self._switch_s.add(now_s - self._switch_began_s.pop(event.cell_id, now_s))
+        self._renew_rates()
+
+    def _renew_rates(self) -> None:
         measured = self._measured
         self.rates = Rates(
             weights_s=measured.decode_weights_s,

@@ -1,6 +1,7 @@
 """Costs of a cell from what a live run measured: decode and prefill by least squares over calls, the rest by means."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -29,6 +30,23 @@ class CallSample:
     """Mean number of calls on its cell while it ran, itself included."""
     context_tokens: float
     """Mean context tokens of those calls in all."""
+
+
+@dataclass(frozen=True)
+class ServedCall:
+    """When and where a call was served, and its size.
+
+    Example: ``ServedCall(started_s=3.0, ended_s=4.2, cell_ids=(1,), output_tokens=40, new_tokens=12,
+    context_tokens=310)``.
+    """
+
+    started_s: float
+    ended_s: float
+    cell_ids: tuple[int, ...]
+    output_tokens: int
+    new_tokens: int
+    """Context tokens that its parent call does not have."""
+    context_tokens: int
 
 
 @dataclass(frozen=True)
@@ -131,3 +149,20 @@ def mean_loads(intervals: Sequence[Interval]) -> list[tuple[float, float]]:
         area = np.concatenate([[0.0], np.cumsum(np.cumsum(change)[:-1] * np.diff(times))])
         found.append((area[last] - area[first]) / np.maximum(ends - starts, 1e-9))
     return [(float(active), float(context)) for active, context in zip(*found, strict=True)]
+
+
+def samples_of(calls: Iterable[ServedCall]) -> Iterator[CallSample]:
+    """Yield a sample of each call that one cell served from its start to its end."""
+    of_cell: dict[int, list[ServedCall]] = defaultdict(list)
+    for call in calls:
+        if call.ended_s > call.started_s and call.output_tokens:
+            for cell_id in call.cell_ids:
+                of_cell[cell_id].append(call)
+    for on_cell in of_cell.values():
+        spans = [
+            Interval(call.started_s, call.ended_s, call.context_tokens + call.output_tokens / 2) for call in on_cell
+        ]
+        for call, (active, context) in zip(on_cell, mean_loads(spans), strict=True):
+            if len(call.cell_ids) == 1:
+                seconds = call.ended_s - call.started_s
+                yield CallSample(seconds, call.output_tokens, call.new_tokens, active, context)
