@@ -131,7 +131,7 @@ def test_the_look_ahead_rule_gets_rates_that_are_those_of_the_cells_and_its_choi
             measured.append(event)
     ledger.close()
     assert [choice.version for choice in scheduler.choices]
-    assert 0.9e-4 < measured[-1].training_token_s < 1e-3  # a busy machine only makes it more
+    assert 0.7e-4 < measured[-1].training_token_s < 1e-3  # a busy machine only makes it more
     assert 0.0005 < measured[-1].decode_request_s + measured[-1].decode_weights_s < 0.1
     assert measured[-1].kv_capacity_tokens == 65536
 
